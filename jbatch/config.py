@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -21,3 +22,90 @@ def cache_dir() -> Path:
     if override := os.environ.get("JBATCH_CACHE"):
         return Path(override).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jbatch"
+
+
+class Bucket(NamedTuple):
+    """The static shape of a step: how many rows of each kind it computes."""
+
+    decode: int
+    """Decode rows, one token each."""
+    chunks: int
+    """Prefill rows, `chunk_size` tokens each."""
+
+
+def _powers_of_two(last: int, first: int = 1) -> list[int]:
+    """The powers of two from `first` up to the first that is at least `last`."""
+    powers = [first]
+    while powers[-1] < last:
+        powers.append(powers[-1] * 2)
+    return powers
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine; all are fixed for its life, since they are shapes of compiled programs."""
+
+    max_model_len: int = 2048
+    """Most tokens of one request, prompt and output together."""
+    max_running: int = 64
+    """Most requests that hold pages at once (rounded up to a power of two)."""
+    max_slots: int = 128
+    """Most requests resident on the device: running, or waiting there in policy order."""
+    max_queue: int = 1024
+    """Most requests waiting on the host for a slot; beyond it a request is refused."""
+    page_size: int = 16
+    """Tokens in a page of KV cache, a power of two."""
+    num_pages: int = 2048
+    """Pages of KV cache. Page 0 is reserved."""
+    chunk_size: int = 32
+    """Prompt tokens in one prefill row, a multiple of the page size."""
+    max_chunks: int = 8
+    """Most prefill rows in one step (rounded up to a power of two)."""
+    max_admissions: int = 8
+    """Most requests that enter the device in one step."""
+    overlap: bool = True
+    """Dispatch a step before reading the one before it."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "overlap" and getattr(self, field.name) < 1:
+                raise UserError(f"{field.name} is {getattr(self, field.name)}: it must be at least 1")
+        if self.page_size & (self.page_size - 1):
+            raise UserError(f"page_size is {self.page_size}: it must be a power of two, such as 16")
+        if self.chunk_size % self.page_size:
+            raise UserError(
+                f"chunk_size is {self.chunk_size}: it must be a multiple of the page size, {self.page_size}"
+            )
+        if self.num_pages < 2:
+            raise UserError(f"num_pages is {self.num_pages}: it must be at least 2, since page 0 is reserved")
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Length of a slot's row in the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens a single request can ever hold: bounded by its table row and by all pages there are."""
+        return min(self.max_model_len, (self.num_pages - 1) * self.page_size)
+
+    @property
+    def largest_bucket(self) -> Bucket:
+        """The step shape that no demand exceeds."""
+        return self.buckets[-1]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every step shape the engine may compile, smallest work first.
+
+        Steps without prefill come in all powers of two of decode rows. Steps with prefill come in fewer: idle decode
+        rows are cheap beside a chunk, and every shape costs seconds to compile.
+        """
+        rows = _powers_of_two(self.max_running)
+        chunks = _powers_of_two(self.max_chunks)
+        mixed = [Bucket(r, c) for c in chunks[-1::-2] for r in rows[-1::-3]]
+        return tuple(sorted([Bucket(r, 0) for r in rows] + mixed, key=self.rows))
+
+    def rows(self, bucket: Bucket) -> int:
+        """Token rows a step of this shape computes."""
+        return bucket.decode + bucket.chunks * self.chunk_size

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+INT32_MAX = 2**31 - 1
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked. Its text is one line; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(Exception):
+    """No room for another waiting request. `retry_after` is a hint in seconds."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} requests are waiting already; retry in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class EngineStoppedError(Exception):
+    """The engine takes no more requests: it is draining, stopped, or failed."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature == 0` is greedy.
+    """How tokens are drawn. Raises `RequestError` where a value is out of its range.
 
     Attributes:
       temperature: divides the logits; 0 means greedy.
       top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the smallest set of most likely tokens with at least this probability.
-      min_p: drop tokens less likely than `min_p` times the most likely one.
-      seed: makes sampling reproducible whatever else is in the batch; None draws a fresh one.
+      top_p: keep the smallest set of most likely tokens with at least this probability, in (0, 1].
+      min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1].
+      seed: makes sampling reproducible whatever else is in the batch; None draws a fresh one. Taken modulo 2**31.
       max_tokens: most tokens to generate, at least 1.
       stop_token_ids: token ids that end the request (the model's end-of-sequence ids are added).
       ignore_eos: do not end at the model's end-of-sequence tokens.
@@ -32,10 +56,25 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        def need(condition: bool, name: str, what: str) -> None:
+            if not condition:
+                raise RequestError(f"{name} is {getattr(self, name)}: it must be {what}", name)
+
+        need(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            "a finite number from 0 up",
+        )
+        need(0 <= self.top_k <= INT32_MAX, "top_k", "0 (keep all) or a positive number")
+        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        need(1 <= self.max_tokens <= INT32_MAX, "max_tokens", "at least 1")
+
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete.
+    """One prompt to complete. Raises `RequestError` where it makes no sense whatever the engine.
 
     Attributes:
       prompt: token ids, at least one.
@@ -46,6 +85,12 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        if abs(self.priority) > INT32_MAX:
+            raise RequestError(f"priority is {self.priority}: it must fit in 32 bits", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +108,16 @@ class Output:
     token: int | None
     logprob: float
     finish_reason: FinishReason | None
+
+
+Sink = Callable[[list[Output]], None]
+"""Takes a step's outputs, on the engine's thread: it must be quick and must not raise."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason

@@ -8,6 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jbatch.core.state import Batch, Forward, KVPages, Params
+from jbatch.models.layers import linear, rms_norm, rotate
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_prefill import paged_prefill
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -39,6 +45,48 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = nnx.Param(jnp.ones((hidden,), dtype))
         self.gate_up = nnx.Param(jnp.zeros((2 * inner, hidden), dtype))
         self.down = nnx.Param(jnp.zeros((hidden, inner), dtype))
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`x` [T, hidden] and the layer's pages -> the same, one block on."""
+        epsilon = self.config.rms_norm_eps
+        mixed, k_pages, v_pages = self._attention(
+            rms_norm(x, self.attention_norm[...], epsilon), k_pages, v_pages, batch
+        )
+        x = x + mixed
+        gate, up = jnp.split(linear(rms_norm(x, self.mlp_norm[...], epsilon), self.gate_up[...]), 2, axis=-1)
+        return x + linear(jax.nn.silu(gate) * up, self.down[...]), k_pages, v_pages
+
+    def _attention(
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        config = self.config
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = linear(x, self.qkv[...]).reshape(x.shape[0], heads + 2 * kv_heads, dim)
+        qk = rotate(qkv[:, : heads + kv_heads], batch.positions, config.rope_theta)
+        q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+        k_pages, v_pages = kv_write(k, v, k_pages, v_pages, batch.page, batch.offset)
+
+        rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
+        scale = dim**-0.5
+        parts = [
+            paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)
+        ]
+        if chunks:
+            chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
+            mixed = paged_prefill(
+                chunk_q,
+                k_pages,
+                v_pages,
+                batch.chunk_table,
+                batch.chunk_start,
+                batch.chunk_lengths,
+                scale=scale,
+            )
+            parts.append(mixed.reshape(-1, heads, dim))
+        return linear(jnp.concatenate(parts).reshape(x.shape[0], -1), self.out[...]), k_pages, v_pages
 
 
 class Llama(nnx.Module):
@@ -50,3 +98,37 @@ class Llama(nnx.Module):
         self.final_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         if not config.tie_word_embeddings:
             self.head = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+        self.config = config
+
+    def __call__(self, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:
+        """Logits [S + C, vocab_size] float32 of `batch.logit_rows`, and the pages with the batch's tokens in."""
+        x = self.embedding[...][batch.tokens]
+        k_pages, v_pages = [], []
+        for layer, k, v in zip(self.layers, kv.k, kv.v, strict=True):
+            x, k, v = layer(x, k, v, batch)
+            k_pages.append(k)
+            v_pages.append(v)
+        x = rms_norm(x[batch.logit_rows], self.final_norm[...], self.config.rms_norm_eps)
+        head = self.embedding if self.config.tie_word_embeddings else self.head
+        logits = linear(x, head[...]).astype(jnp.float32)
+        return logits, KVPages(k=tuple(k_pages), v=tuple(v_pages))
+
+
+def make_forward(config: LlamaConfig) -> Forward:
+    """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state."""
+    graph = nnx.split(nnx.eval_shape(lambda: Llama(config)))[0]
+
+    def forward(params: Params, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:
+        return nnx.merge(graph, params)(kv, batch)
+
+    return forward
+
+
+def init_kv(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
+    """Empty pages. Zeros, never uninitialised memory: a masked weight of 0 times NaN would be NaN."""
+    shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
+
+    def layers() -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
+
+    return KVPages(k=layers(), v=layers())

@@ -1,0 +1,170 @@
+"""The engine's whole state: one pytree of fixed-shape arrays. Names of shapes as in `DESIGN.md`.
+
+R slots, L tokens a slot at most, N pages a slot at most, P pages, K stop tokens; S decode rows, C chunk rows of Q
+tokens, and T = S + C * Q token rows in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jbatch.config import EngineConfig
+
+NO_SLOT = -1
+NO_PAGE = -1
+NO_TOKEN = -1
+RESERVED_PAGE = 0
+MAX_STOP_TOKENS = 8
+
+
+class Phase(IntEnum):
+    """What a slot is doing."""
+
+    FREE = 0
+    WAITING = 1
+    """Resident on the device, holds no pages."""
+    RUNNING = 2
+    """Holds the pages of its `computed` tokens."""
+
+
+class Wait(IntEnum):
+    """Why a slot computed nothing in a step."""
+
+    NONE = 0
+    ROWS = 1
+    """It holds pages, but the step had no row left for it."""
+    RUNNING_LIMIT = 2
+    """As many requests run as may."""
+    PAGES = 3
+    """Not enough free pages for it, or for one that goes before it."""
+
+
+class Finish(IntEnum):
+    """Why a request ended in a step."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+@struct.dataclass
+class SlotTable:
+    """One row per resident request."""
+
+    phase: jax.Array  # [R] int32, a Phase
+    prompt_len: jax.Array  # [R] int32
+    length: jax.Array  # [R] int32, tokens known: prompt and sampled
+    computed: jax.Array  # [R] int32, tokens whose keys and values lie in pages
+    limit: jax.Array  # [R] int32, length at which the request ends
+    priority: jax.Array  # [R] int32, lower first
+    arrival: jax.Array  # [R] int32, order of submission
+    temperature: jax.Array  # [R] float32, 0 is greedy
+    top_k: jax.Array  # [R] int32, 0 keeps all
+    top_p: jax.Array  # [R] float32
+    min_p: jax.Array  # [R] float32
+    seed: jax.Array  # [R] int32
+    stop_tokens: jax.Array  # [R, K] int32, NO_TOKEN where unused
+    wait: jax.Array  # [R] int32, a Wait
+    tokens: jax.Array  # [R, L] int32
+    page_table: jax.Array  # [R, N] int32, NO_PAGE where unused
+
+
+@struct.dataclass
+class PagePool:
+    """Who holds the pages of the KV cache."""
+
+    refs: jax.Array  # [P] int32, entries of page tables that name the page; the reserved page counts 1
+
+
+@struct.dataclass
+class KVPages:
+    """Keys and values, one array a layer so that each is updated in place."""
+
+    k: tuple[jax.Array, ...]  # each [P, kv_heads, page_size, head_dim]
+    v: tuple[jax.Array, ...]
+
+
+@struct.dataclass
+class EngineState:
+    """All that a step reads and writes besides the weights. Without layers in `kv` it is a simulator's state."""
+
+    slots: SlotTable
+    pool: PagePool
+    kv: KVPages
+
+
+@struct.dataclass
+class BatchPlan:
+    """What one step computes: rows to slots, and back."""
+
+    decode_slot: jax.Array  # [S] int32, NO_SLOT for an idle row
+    chunk_slot: jax.Array  # [C] int32, NO_SLOT for an idle row
+    chunk_start: jax.Array  # [C] int32, position of the chunk's first token
+    chunk_len: jax.Array  # [C] int32, tokens in the chunk
+    advance: jax.Array  # [R] int32, tokens the slot computes in this step
+    preempted: jax.Array  # int32, requests that lost their pages
+    sample_row: (
+        jax.Array
+    )  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
+
+
+@struct.dataclass
+class Batch:
+    """What the model's forward pass needs to know: the plan in terms of tokens and pages."""
+
+    tokens: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    page: jax.Array  # [T] int32, where the token's key and value go; -1 for an idle row
+    offset: jax.Array  # [T] int32
+    decode_table: jax.Array  # [S, N] int32
+    decode_lengths: jax.Array  # [S] int32, tokens to attend to, 0 for an idle row
+    chunk_table: jax.Array  # [C, N] int32
+    chunk_start: jax.Array  # [C] int32
+    chunk_lengths: jax.Array  # [C] int32, tokens to attend to, 0 for an idle row
+    logit_rows: jax.Array  # [S + C] int32, token rows whose logits are wanted
+
+
+Params = Any
+"""A model's weights: any pytree of arrays."""
+
+Forward = Callable[[Params, KVPages, Batch], tuple[jax.Array, KVPages]]
+"""A model: `(params, kv, batch) -> (logits [S + C, vocabulary] float32, kv)`, pure."""
+
+
+def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
+    """An empty engine: every slot free, every page but the reserved one free."""
+    rows = config.max_slots
+
+    def ints(*shape: int, fill: int = 0) -> jax.Array:
+        return jnp.full(shape, fill, jnp.int32)
+
+    def floats(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    slots = SlotTable(
+        phase=ints(rows),
+        prompt_len=ints(rows),
+        length=ints(rows),
+        computed=ints(rows),
+        limit=ints(rows),
+        priority=ints(rows),
+        arrival=ints(rows),
+        temperature=floats(rows),
+        top_k=ints(rows),
+        top_p=floats(rows),
+        min_p=floats(rows),
+        seed=ints(rows),
+        stop_tokens=ints(rows, MAX_STOP_TOKENS, fill=NO_TOKEN),
+        wait=ints(rows),
+        tokens=ints(rows, config.max_model_len),
+        page_table=ints(rows, config.pages_per_slot, fill=NO_PAGE),
+    )
+    return EngineState(
+        slots=slots, pool=PagePool(refs=ints(config.num_pages).at[RESERVED_PAGE].set(1)), kv=kv
+    )

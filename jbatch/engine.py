@@ -1,0 +1,257 @@
+"""The host loop: a thread that dispatches step k + 1 before it reads step k."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from queue import SimpleQueue
+
+from jbatch.config import EngineConfig
+from jbatch.core.inbox import InboxBuilder
+from jbatch.core.state import MAX_STOP_TOKENS
+from jbatch.ingress import Ingress, Ticket
+from jbatch.request import (
+    INT32_MAX,
+    Completion,
+    EngineStoppedError,
+    FinishReason,
+    Output,
+    QueueFullError,
+    Request,
+    RequestError,
+    Sink,
+)
+from jbatch.residents import Mail, Residents
+from jbatch.stepper import Model, Stepper
+from jbatch.telemetry import Snapshot
+
+
+class Engine:
+    """Batches requests on one device. `start` it, `submit` from any thread, `stop` it; or use it in a `with`."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`report` takes a line for each phase of the start, and for a failure."""
+        self.config = config
+        self._model = model
+        self._report = report
+        self._ids = itertools.count(1)
+        self._lock = threading.Condition()  # guards the five fields below
+        self._ingress = Ingress(config.max_queue)
+        self._cancels: set[int] = set()
+        self._accepting = False
+        self._stopping = False
+        self._dropping = False
+        self._stepper = Stepper(model, config, report)  # this and the next: the engine thread's own
+        self._residents = Residents.empty(config.max_slots)
+        self._thread = threading.Thread(target=self._run, name="jbatch-engine", daemon=True)
+
+    # ---- any thread ----
+
+    def start(self) -> None:
+        """Compiles the largest step and begins to serve. Smaller steps follow in the background."""
+        self._stepper.programs.start()
+        self._accepting = True
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """Takes no more requests, finishes those it has (or cancels them, without `drain`), and ends the threads."""
+        with self._lock:
+            self._accepting = False
+            self._stopping = True
+            self._dropping = not drain
+            self._lock.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._stepper.programs.stop()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(drain=False)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether `submit` takes requests."""
+        return self._accepting
+
+    def warm_up(self) -> None:
+        """Blocks until every bucket is compiled."""
+        self._stepper.programs.wait()
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Queues a request and returns its id; its outputs go to `sink`, the last with a finish reason.
+
+        Raises `RequestError` where this engine cannot serve it, `QueueFullError` where too many wait, and
+        `EngineStoppedError` where it no longer accepts any.
+        """
+        self._check(request)
+        with self._lock:
+            if not self._accepting:
+                raise EngineStoppedError("the engine is not running: it takes no more requests")
+            id_ = next(self._ids)
+            self._ingress.push(Ticket(id_, request, sink), self._retry_after())
+            self._lock.notify()
+        return id_
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request within one step; its sink hears "cancelled". Does nothing once it has finished."""
+        with self._lock:
+            self._cancels.add(request_id)
+            self._lock.notify()
+
+    def snapshot(self) -> Snapshot:
+        """The state of the engine as of the last step read."""
+        with self._lock:
+            queued = len(self._ingress)
+        return replace(self._stepper.telemetry, queued=queued, buckets=self._stepper.programs.buckets)
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Submits the requests, waits for all, and returns their completions in order."""
+        inbox: SimpleQueue[list[Output]] = SimpleQueue()
+        outputs: dict[int, list[Output]] = {}
+
+        def receive() -> int:
+            news = inbox.get()
+            for output in news:
+                outputs.setdefault(output.request_id, []).append(output)
+            return sum(output.finish_reason is not None for output in news)
+
+        ids: list[int] = []
+        finished = 0
+        for request in requests:
+            while True:
+                try:
+                    ids.append(self.submit(request, inbox.put))
+                    break
+                except QueueFullError:
+                    if finished == len(ids):  # the queue is full of others' requests
+                        raise
+                    finished += receive()
+        while finished < len(ids):
+            finished += receive()
+        return [_completion(outputs[id_]) for id_ in ids]
+
+    # ---- checks ----
+
+    def _check(self, request: Request) -> None:
+        sampling, length = request.sampling, len(request.prompt)
+        most = self.config.max_request_len
+        if length + sampling.max_tokens > most:
+            raise RequestError(
+                f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}: "
+                f"together they may be at most {most}",
+                "max_tokens" if length < most else "prompt",
+            )
+        if not all(0 <= token < self._model.vocab_size for token in request.prompt):
+            raise RequestError(
+                f"the prompt has token ids outside 0 .. {self._model.vocab_size - 1}", "prompt"
+            )
+        if len(self._stop_tokens(request)) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"more than {MAX_STOP_TOKENS} stop tokens, the model's own included", "stop_token_ids"
+            )
+
+    def _stop_tokens(self, request: Request) -> tuple[int, ...]:
+        own = () if request.sampling.ignore_eos else self._model.eos_ids
+        return tuple({*own, *request.sampling.stop_token_ids})
+
+    def _retry_after(self) -> int:
+        """Seconds until the queue has moved on by its length, at the rate of the past."""
+        past = self._stepper.telemetry
+        if not past.finished:
+            return 1
+        return min(
+            60, math.ceil(len(self._ingress) * (past.host_seconds + past.wait_seconds) / past.finished) or 1
+        )
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            self._fail(error)
+
+    def _turn(self) -> bool:
+        """Dispatches a step if there is work, then reads the one before it; False once stopped and idle."""
+        mail = Mail()
+        inbox = self._collect(mail)
+        if inbox is not None:
+            self._stepper.dispatch(inbox)
+        mail.deliver()
+        behind = 1 if inbox is not None and self.config.overlap else 0
+        while self._stepper.in_flight > behind:
+            outbox, given = self._stepper.read()
+            mail = Mail()
+            self._residents.settle(outbox, given.cancelled, mail)
+            mail.deliver()
+        return not self._stopped()
+
+    def _collect(self, mail: Mail) -> InboxBuilder | None:
+        """Waits for work; fills an inbox, or returns None where no step is needed."""
+        with self._lock:
+            while not (self._residents or self._ingress or self._cancels or self._stopping):
+                self._lock.wait()
+            if self._dropping:
+                self._cancels.update(self._residents.slots, self._ingress.ids())
+            inbox = InboxBuilder(self.config)
+            for id_ in self._cancels:
+                if ticket := self._ingress.remove(id_):
+                    mail.add(ticket, None, 0.0, "cancelled")
+                elif (slot := self._residents.slots.get(id_)) is not None:
+                    inbox.cancel(slot, id_)
+            self._cancels.clear()
+            while self._ingress and self._residents.free and not inbox.full:
+                self._admit(self._ingress.pop(), inbox)
+        if not self._residents or (inbox.empty and self._stepper.surely_ends(self._residents.tokens_left())):
+            return None
+        return inbox
+
+    def _admit(self, ticket: Ticket, inbox: InboxBuilder) -> None:
+        request = ticket.request
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(31)
+        limit = len(request.prompt) + request.sampling.max_tokens
+        slot = self._residents.place(ticket, limit)
+        inbox.admit(
+            slot,
+            ticket.id,
+            request,
+            limit=limit,
+            seed=seed & INT32_MAX,
+            stop_tokens=self._stop_tokens(request),
+        )
+
+    def _stopped(self) -> bool:
+        with self._lock:
+            return self._stopping and not self._ingress and not self._residents
+
+    def _fail(self, error: Exception) -> None:
+        """Ends every request, so that nobody waits for ever, and takes no more."""
+        self._report(f"failed: {type(error).__name__}: {error}".splitlines()[0])
+        mail = Mail()
+        with self._lock:
+            self._accepting = False
+            while self._ingress:
+                mail.add(self._ingress.pop(), None, 0.0, "error")
+        self._residents.end_all("error", mail)
+        mail.deliver()
+
+
+def _completion(outputs: list[Output]) -> Completion:
+    tokens = [output for output in outputs if output.token is not None]
+    reason: FinishReason | None = outputs[-1].finish_reason
+    assert reason is not None
+    return Completion(
+        tokens=tuple(output.token for output in tokens if output.token is not None),
+        logprobs=tuple(output.logprob for output in tokens),
+        finish_reason=reason,
+    )

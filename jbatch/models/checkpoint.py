@@ -1,0 +1,94 @@
+"""Converted weights, kept as an Orbax checkpoint so that the next start skips parsing and conversion."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from jbatch.core.state import Params
+from jbatch.models.llama import Llama, LlamaConfig
+from jbatch.models.source import one_line
+from jbatch.tokenizer import Tokenizer
+
+# Part of every cache key: raise it whenever what is written here changes its meaning.
+FORMAT = 1
+SIZES = "sizes.json"
+
+
+def abstract_params(config: LlamaConfig, dtype: str, shardings: Any) -> Params:
+    """Shapes and dtypes of a model's params, with the shardings to restore them to.
+
+    `shardings` is one `jax.sharding.Sharding`, or a pytree of them that is a prefix of the params.
+    """
+    model = nnx.eval_shape(lambda: Llama(config, jnp.dtype(dtype)))
+    params = nnx.to_pure_dict(nnx.state(model))
+
+    def place(sharding: jax.sharding.Sharding, part: Params) -> Params:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, shardings, params)
+
+
+def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokenizer) -> None:
+    """Write a converted model to `directory`, whole or not at all, replacing a damaged one.
+
+    Raises OSError or ValueError if it cannot be written.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=directory.parent, prefix=".new-", ignore_cleanup_errors=True
+    ) as temp:
+        new = Path(temp) / "model"
+        new.mkdir()
+        tokenizer.save(new)
+        (new / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), "utf-8")
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # weights hardly shrink, and it takes 3x as long
+        with context:
+            ocp.save(new / "params", params)
+        (new / SIZES).write_text(json.dumps(file_sizes(new)), "utf-8")
+        if directory.exists():
+            os.rename(directory, Path(temp) / "old")
+        os.rename(new, directory)
+
+
+def restore(
+    directory: Path, dtype: str, report: Callable[[str], None], shardings: Any
+) -> tuple[LlamaConfig, Params, Tokenizer] | None:
+    """What `save` wrote, as jax arrays; None if there is nothing, or (reported) nothing readable."""
+    if not directory.exists():
+        return None
+    try:
+        # Orbax answers a damaged checkpoint with tracebacks of its own threads: look before asking it.
+        if json.loads((directory / SIZES).read_text("utf-8")) != file_sizes(directory):
+            raise ValueError("files are missing, cut short or added")
+        config = LlamaConfig(**json.loads((directory / "config.json").read_text("utf-8")))
+        params = ocp.load(directory / "params", abstract_params(config, dtype, shardings))
+        return config, params, Tokenizer.load(directory)
+    except Exception as error:  # whatever is wrong with a cache, it can be made anew
+        report(f"The converted model in {directory} is damaged ({one_line(error)}): converting it again")
+        return None
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Size in bytes of every file below `directory`, but for the record of sizes itself."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != SIZES]
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def remove_others(directory: Path, pattern: str) -> None:
+    """Remove `directory`'s siblings that match `pattern`: what older versions of its files became."""
+    for other in directory.parent.glob(pattern):
+        if other != directory:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""The host's side of the slots: which request sits where, and what it has been told so far."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from jbatch.core.outbox import OutboxView
+from jbatch.core.state import Finish
+from jbatch.ingress import Ticket
+from jbatch.request import FinishReason, Output, Sink
+
+_REASONS: dict[int, FinishReason | None] = {
+    Finish.NONE: None,
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+}
+
+
+class Mail:
+    """Outputs of one step, gathered by sink so that each sink is called once."""
+
+    def __init__(self) -> None:
+        self._by_sink: dict[Sink, list[Output]] = defaultdict(list)
+
+    def add(self, ticket: Ticket, token: int | None, logprob: float, finish: FinishReason | None) -> None:
+        """Adds one output."""
+        self._by_sink[ticket.sink].append(Output(ticket.id, token, logprob, finish))
+
+    def deliver(self) -> None:
+        """Calls every sink."""
+        for sink, outputs in self._by_sink.items():
+            sink(outputs)
+
+
+@dataclass
+class Residents:
+    """Requests in slots. A slot is reused only after the host has read that it is free on the device."""
+
+    tickets: dict[int, Ticket]  # by slot
+    slots: dict[int, int]  # by request id
+    free: list[int]
+    left: np.ndarray  # [R] int32, tokens the request may still generate
+
+    @classmethod
+    def empty(cls, num_slots: int) -> Residents:
+        """No requests."""
+        return cls({}, {}, list(range(num_slots))[::-1], np.zeros(num_slots, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def place(self, ticket: Ticket, limit: int) -> int:
+        """Gives the ticket a free slot and returns it."""
+        slot = self.free.pop()
+        self.tickets[slot] = ticket
+        self.slots[ticket.id] = slot
+        self.left[slot] = limit - len(ticket.request.prompt)
+        return slot
+
+    def tokens_left(self) -> np.ndarray:
+        """How many tokens each request may still generate, [M] int32."""
+        return self.left[list(self.tickets)]
+
+    def settle(self, outbox: OutboxView, cancelled: list[int], mail: Mail) -> None:
+        """Takes in one step's news and the ids its inbox cancelled."""
+        news = outbox.news()
+        self.left[news] -= 1
+        columns = (outbox.column(name)[news].tolist() for name in ("token", "logprob", "finish"))
+        for slot, token, logprob, finish in zip(news.tolist(), *columns, strict=True):
+            mail.add(self.tickets[slot], token, logprob, _REASONS[finish])
+            if finish != Finish.NONE:
+                self._remove(slot)
+        for id_ in cancelled:
+            if id_ in self.slots:  # it may have finished in the step before
+                mail.add(self._remove(self.slots[id_]), None, 0.0, "cancelled")
+
+    def end_all(self, finish: FinishReason, mail: Mail) -> None:
+        """Ends every request."""
+        for slot in list(self.tickets):
+            mail.add(self._remove(slot), None, 0.0, finish)
+
+    def _remove(self, slot: int) -> Ticket:
+        ticket = self.tickets.pop(slot)
+        del self.slots[ticket.id]
+        self.free.append(slot)
+        return ticket

@@ -1,0 +1,138 @@
+"""The device's side of the engine: state, compiled steps, and the steps whose results are still under way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jbatch.config import Bucket, EngineConfig
+from jbatch.core.inbox import InboxBuilder, inbox_size
+from jbatch.core.outbox import OutboxView
+from jbatch.core.state import EngineState, Forward, KVPages, Params, Phase, Wait, init_state
+from jbatch.core.step import step
+from jbatch.programs import Program, Programs
+from jbatch.telemetry import Snapshot
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the engine needs of a model."""
+
+    forward: Forward
+    params: Params
+    kv: KVPages
+    """Empty pages; the stepper takes them over."""
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A dispatched step that the host has not read."""
+
+    outbox: jax.Array
+    bucket: Bucket
+    inbox: InboxBuilder
+
+
+class Stepper:
+    """Dispatches steps and reads them in order, for one thread. `telemetry` may be read from any."""
+
+    def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None]) -> None:
+        self._params = model.params
+        self._config = config
+        self._state = init_state(config, model.kv)
+        self._in_flight: deque[_InFlight] = deque()
+        self._last = OutboxView.idle(config)
+        self._host_seconds = 0.0
+        self._wait_seconds = 0.0
+        self.programs = Programs(config, _compiler(model, self._state, config), report)
+        pages = config.num_pages - 1
+        self.telemetry = Snapshot(pages_total=pages, pages_free=pages)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps dispatched and not read."""
+        return len(self._in_flight)
+
+    def dispatch(self, inbox: InboxBuilder) -> None:
+        """Sends a step to the device; returns at once."""
+        begun = time.perf_counter()
+        bucket, program = self.programs.choose(self._demand(inbox))
+        self._state, outbox = program(self._params, self._state, jax.device_put(inbox.buffer))
+        self._in_flight.append(_InFlight(outbox, bucket, inbox))
+        self._host_seconds += time.perf_counter() - begun
+
+    def read(self) -> tuple[OutboxView, InboxBuilder]:
+        """Waits for the oldest step under way; returns its outbox and the inbox it was given."""
+        begun = time.perf_counter()
+        oldest = self._in_flight.popleft()
+        self._last = OutboxView(np.asarray(oldest.outbox))
+        self._wait_seconds += time.perf_counter() - begun
+        self._account(oldest.bucket)
+        return self._last, oldest.inbox
+
+    def surely_ends(self, left: np.ndarray) -> bool:
+        """Whether the step under way ends every request; `left` [M] is how many tokens each may still generate."""
+        if len(self._in_flight) != 1 or self._in_flight[0].inbox.admitted_chunks:
+            return False
+        decodes = self._last.counter("next_decodes")
+        return (
+            decodes == len(left) and decodes <= self._in_flight[0].bucket.decode and bool(np.all(left == 1))
+        )
+
+    def _demand(self, inbox: InboxBuilder) -> Bucket:
+        """Rows wanted: what the last outbox foresaw, less what steps under way do of it, plus what has come since.
+
+        An estimate, one step stale; the step itself obeys whatever bucket it gets.
+        """
+        places = self._last.counter("next_places")
+        decodes = self._last.counter("next_decodes") + self._last.counter("next_prefills")
+        chunks = self._last.counter("next_chunks")
+        for each, done in [(flight.inbox, flight.bucket.chunks) for flight in self._in_flight] + [(inbox, 0)]:
+            entering = each.admitted_chunks[:places]
+            places -= len(entering)
+            decodes += len(entering)
+            chunks = max(chunks + sum(entering) - done, 0)
+        return Bucket(min(decodes, self._config.max_running), chunks)
+
+    def _account(self, bucket: Bucket) -> None:
+        last, total = self._last, self.telemetry
+        phase = last.column("phase")
+        reasons = np.bincount(last.column("wait")[phase != Phase.FREE], minlength=len(Wait))
+        self.telemetry = replace(
+            total,
+            running=int(np.count_nonzero(phase == Phase.RUNNING)),
+            waiting=int(np.count_nonzero(phase == Phase.WAITING)),
+            waiting_by_reason={reason.name.lower(): int(reasons[reason]) for reason in Wait if reason},
+            pages_free=last.counter("free_pages"),
+            steps=total.steps + 1,
+            decode_tokens=total.decode_tokens + last.counter("decode_tokens"),
+            prefill_tokens=total.prefill_tokens + last.counter("prefill_tokens"),
+            computed_rows=total.computed_rows + self._config.rows(bucket),
+            output_tokens=total.output_tokens + len(last.news()),
+            finished=total.finished + int(np.count_nonzero(last.column("finish"))),
+            preemptions=total.preemptions + last.counter("preempted"),
+            buckets=self.programs.buckets,
+            host_seconds=self._host_seconds,
+            wait_seconds=self._wait_seconds,
+        )
+
+
+def _compiler(model: Model, state: EngineState, config: EngineConfig) -> Callable[[Bucket], Program]:
+    """A function that compiles the step of a bucket; it holds shapes only, so the state may be donated meanwhile."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, state))
+    inbox = jax.ShapeDtypeStruct((inbox_size(config),), jnp.int32)
+
+    def compile_bucket(bucket: Bucket) -> Program:
+        run = partial(step, forward=model.forward, config=config, bucket=bucket)
+        return jax.jit(run, donate_argnums=1).lower(*shapes, inbox).compile()
+
+    return compile_bucket
