@@ -33,9 +33,7 @@ from jbatch.telemetry import Snapshot
 class Engine:
     """Batches requests on one device. `start` it, `submit` from any thread, `stop` it; or use it in a `with`."""
 
-    def __init__(
-        self, model: Model, config: EngineConfig, report: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None] = lambda line: None) -> None:
         """`report` takes a line for each phase of the start, and for a failure."""
         self.config = config
         self._model = model
@@ -151,13 +149,9 @@ class Engine:
                 "max_tokens" if length < most else "prompt",
             )
         if not all(0 <= token < self._model.vocab_size for token in request.prompt):
-            raise RequestError(
-                f"the prompt has token ids outside 0 .. {self._model.vocab_size - 1}", "prompt"
-            )
+            raise RequestError(f"the prompt has token ids outside 0 .. {self._model.vocab_size - 1}", "prompt")
         if len(self._stop_tokens(request)) > MAX_STOP_TOKENS:
-            raise RequestError(
-                f"more than {MAX_STOP_TOKENS} stop tokens, the model's own included", "stop_token_ids"
-            )
+            raise RequestError(f"more than {MAX_STOP_TOKENS} stop tokens, the model's own included", "stop_token_ids")
 
     def _stop_tokens(self, request: Request) -> tuple[int, ...]:
         own = () if request.sampling.ignore_eos else self._model.eos_ids
@@ -168,9 +162,7 @@ class Engine:
         past = self._stepper.telemetry
         if not past.finished:
             return 1
-        return min(
-            60, math.ceil(len(self._ingress) * (past.host_seconds + past.wait_seconds) / past.finished) or 1
-        )
+        return min(60, math.ceil(len(self._ingress) * (past.host_seconds + past.wait_seconds) / past.finished) or 1)
 
     # ---- the engine's thread ----
 

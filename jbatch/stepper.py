@@ -84,9 +84,7 @@ class Stepper:
         if len(self._in_flight) != 1 or self._in_flight[0].inbox.admitted_chunks:
             return False
         decodes = self._last.counter("next_decodes")
-        return (
-            decodes == len(left) and decodes <= self._in_flight[0].bucket.decode and bool(np.all(left == 1))
-        )
+        return decodes == len(left) and decodes <= self._in_flight[0].bucket.decode and bool(np.all(left == 1))
 
     def _demand(self, inbox: InboxBuilder) -> Bucket:
         """Rows wanted: what the last outbox foresaw, less what steps under way do of it, plus what has come since.

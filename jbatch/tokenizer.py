@@ -173,9 +173,7 @@ class Tokenizer:
         variables = {"bos_token": self.bos_token, "eos_token": self.eos_token} | kwargs
         flat = [{**message, "content": join_parts(message.get("content"))} for message in messages]
         try:
-            return self._template.render(
-                messages=flat, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return self._template.render(messages=flat, add_generation_prompt=add_generation_prompt, **variables)
         except Exception as error:  # a template is a program: it may fail in any way
             text = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the model's chat template rejects these messages: {text[:300]}") from None
@@ -224,16 +222,19 @@ class Detokenizer:
         # Byte tokens are decoded as one run, valid or not as a whole: wait for its end.
         if token.startswith("<0x"):
             return ""
-        return self._advance(final=False)
+        return self._advance(whole=token.endswith("\N{REPLACEMENT CHARACTER}"))
 
     def flush(self) -> str:
         """The rest, at the end of the stream."""
-        return self._utf8.decode(b"", final=True) + self._advance(final=True)
+        return self._utf8.decode(b"", final=True) + self._advance(whole=True)
 
-    def _advance(self, final: bool) -> str:
-        """Decode the window, whose first part is already told and only gives the rest its context."""
+    def _advance(self, whole: bool) -> str:
+        """The window's text that is not told yet; its first part only gives the rest its context.
+
+        Unless the window is known to be `whole`, a replacement character at its end is half a character.
+        """
         text = self._tokenizer.decode(self._window)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not whole:
             return ""
         new = text[len(self._told) :]
         self._window = self._window[-1:] if new else self._window

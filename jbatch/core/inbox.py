@@ -103,9 +103,7 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
     def admit_row(slots: SlotTable, row: jax.Array) -> SlotTable:
         slot = row[0]
         column = dict(zip(FIELDS[1:], row[1:], strict=False))
-        column |= dict(
-            zip(FLOATS, lax.bitcast_convert_type(row[len(FIELDS) : _SCALARS], jnp.float32), strict=True)
-        )
+        column |= dict(zip(FLOATS, lax.bitcast_convert_type(row[len(FIELDS) : _SCALARS], jnp.float32), strict=True))
         column |= {
             "phase": jnp.int32(Phase.WAITING),
             "length": column["prompt_len"],
@@ -114,9 +112,7 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
             "stop_tokens": row[_SCALARS:_TOKENS],
             "tokens": row[_TOKENS:],
         }
-        return slots.replace(
-            **{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()}
-        )
+        return slots.replace(**{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
 
     def admit_nth(i: jax.Array, slots: SlotTable) -> SlotTable:
         return admit_row(slots, rows[i])

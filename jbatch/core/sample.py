@@ -45,12 +45,13 @@ def sample(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    top = scaled.max(-1)
-    weights = jnp.exp(scaled - top[:, None])
+    # Subtract first: after a division by a tiny temperature the difference would be nothing but rounding errors.
+    below_top = logits - logits.max(-1, keepdims=True)
+    scaled = below_top / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    weights = jnp.exp(scaled)
     ordered = order_preserving_bits(scaled)
 
-    floor = order_preserving_bits(top + jnp.log(rows.min_p))  # log 0 = -inf keeps all
+    floor = order_preserving_bits(jnp.log(rows.min_p))  # log 0 = -inf keeps all
     kept = jnp.sum(ordered >= floor[:, None], axis=-1, dtype=jnp.int32)
     limited = (rows.top_k > 0) & (rows.top_k < kept)
     by_k = lax.cond(jnp.any(limited), lambda: top_k_threshold(ordered, rows.top_k), lambda: floor)
@@ -67,7 +68,7 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 def order_preserving_bits(x: jax.Array) -> jax.Array:
     """float32 -> int32 such that a < b holds for the floats where it holds for the integers (-0.0 counts as 0.0)."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 

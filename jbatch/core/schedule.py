@@ -55,9 +55,7 @@ def schedule(
 ) -> tuple[SlotTable, PagePool, BatchPlan]:
     """Plans one step and takes the pages it needs. Never fails: what does not fit waits, with a reason."""
     order = scheduling_order(slots)
-    place = (
-        jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
-    )
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
     phase, length, computed = slots.phase[order], slots.length[order], slots.computed[order]
 
     who = _residency(phase, length, config)

@@ -109,9 +109,7 @@ class BatchPlan:
     chunk_len: jax.Array  # [C] int32, tokens in the chunk
     advance: jax.Array  # [R] int32, tokens the slot computes in this step
     preempted: jax.Array  # int32, requests that lost their pages
-    sample_row: (
-        jax.Array
-    )  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
+    sample_row: jax.Array  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
 
 
 @struct.dataclass
@@ -165,6 +163,4 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         tokens=ints(rows, config.max_model_len),
         page_table=ints(rows, config.pages_per_slot, fill=NO_PAGE),
     )
-    return EngineState(
-        slots=slots, pool=PagePool(refs=ints(config.num_pages).at[RESERVED_PAGE].set(1)), kv=kv
-    )
+    return EngineState(slots=slots, pool=PagePool(refs=ints(config.num_pages).at[RESERVED_PAGE].set(1)), kv=kv)

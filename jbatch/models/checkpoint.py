@@ -35,20 +35,21 @@ def abstract_params(config: LlamaConfig, dtype: str, shardings: Any) -> Params:
     params = nnx.to_pure_dict(nnx.state(model))
 
     def place(sharding: jax.sharding.Sharding, part: Params) -> Params:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), part)
 
     return jax.tree.map(place, shardings, params)
 
 
 def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokenizer) -> None:
-    """Write a converted model to `directory`, whole or not at all, replacing a damaged one.
+    """Write a converted model to `directory`, whole or not at all; one that is there already stays.
 
     Raises OSError or ValueError if it cannot be written.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=directory.parent, prefix=".new-", ignore_cleanup_errors=True
-    ) as temp:
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if shutil.disk_usage(directory.parent).free < needed * 1.05:
+        raise OSError(f"it takes {needed >> 20} MiB, the disk is full")
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".new-", ignore_cleanup_errors=True) as temp:
         new = Path(temp) / "model"
         new.mkdir()
         tokenizer.save(new)
@@ -58,15 +59,21 @@ def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokeni
         with context:
             ocp.save(new / "params", params)
         (new / SIZES).write_text(json.dumps(file_sizes(new)), "utf-8")
-        if directory.exists():
-            os.rename(directory, Path(temp) / "old")
-        os.rename(new, directory)
+        try:
+            os.rename(new, directory)
+        except OSError:
+            if not directory.is_dir():  # it is one when another process, started at the same time, was quicker
+                raise
 
 
 def restore(
     directory: Path, dtype: str, report: Callable[[str], None], shardings: Any
 ) -> tuple[LlamaConfig, Params, Tokenizer] | None:
-    """What `save` wrote, as jax arrays; None if there is nothing, or (reported) nothing readable."""
+    """What `save` wrote, as jax arrays; None if there is nothing.
+
+    A damaged checkpoint is reported and removed, and counts as nothing. Raises jax.errors.JaxRuntimeError
+    where the device has no room for the params.
+    """
     if not directory.exists():
         return None
     try:
@@ -76,8 +83,11 @@ def restore(
         config = LlamaConfig(**json.loads((directory / "config.json").read_text("utf-8")))
         params = ocp.load(directory / "params", abstract_params(config, dtype, shardings))
         return config, params, Tokenizer.load(directory)
+    except jax.errors.JaxRuntimeError:
+        raise
     except Exception as error:  # whatever is wrong with a cache, it can be made anew
         report(f"The converted model in {directory} is damaged ({one_line(error)}): converting it again")
+        shutil.rmtree(directory, ignore_errors=True)
         return None
 
 

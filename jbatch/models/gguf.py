@@ -120,9 +120,7 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> Tokenizer:
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    ids: dict[str, Any] = {
-        name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")
-    }
+    ids: dict[str, Any] = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
     named = {name: tokens[index] for name, index in ids.items() if index is not None}
     bos_token = named.get("bos", "")
     try:

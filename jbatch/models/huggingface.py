@@ -55,7 +55,8 @@ def read_huggingface(directory: Path) -> Source:
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
     def read(name: str) -> np.ndarray:
-        return tensors[name][:]
+        values: np.ndarray = tensors[name][:]
+        return values
 
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     return Source(directory, config, shapes, read, read_tokenizer(directory, raw))
@@ -80,9 +81,10 @@ def read_config(path: Path, raw: dict[str, Any]) -> LlamaConfig:
         raise UserError(f"{path}: {refusal} is not supported; {SUPPORTED}")
 
     def number(key: str, default: Any = None, kind: type = int) -> Any:
-        value = raw.get(key)
+        value: Any = raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not abs(value) < 2**63:
+        usable = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not usable or not abs(value) < 2**63:
             raise UserError(f"{path}: {key} is not a usable number: download the model again")
         return value
 
@@ -136,12 +138,10 @@ def open_tensors(directory: Path) -> dict[str, Any]:
         if not path.exists():
             raise UserError(f"{path} is missing: jbatch reads safetensors weights; download the model again")
         try:
-            file = safetensors.safe_open(path, framework="numpy")
+            file: Any = safetensors.safe_open(path, framework="numpy")
             tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
         except Exception as error:  # safetensors' own error type derives from Exception only
-            raise UserError(
-                f"{path}: not a readable safetensors file ({one_line(error)}): download it again"
-            ) from None
+            raise UserError(f"{path}: not a readable safetensors file ({one_line(error)}): download it again") from None
     return tensors
 
 
@@ -149,9 +149,7 @@ def read_tokenizer(directory: Path, raw_config: dict[str, Any]) -> Tokenizer:
     """The tokenizer with its end-of-sequence ids (all that any of the files names) and chat template."""
     path = directory / "tokenizer.json"
     if not path.exists():
-        raise UserError(
-            f"{path} is missing: jbatch needs the model's fast tokenizer; download the model again"
-        )
+        raise UserError(f"{path} is missing: jbatch needs the model's fast tokenizer; download the model again")
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
     except Exception as error:  # the Rust side raises bare Exception

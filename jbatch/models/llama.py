@@ -71,9 +71,7 @@ class LlamaLayer(nnx.Module):
 
         rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
         scale = dim**-0.5
-        parts = [
-            paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)
-        ]
+        parts = [paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)]
         if chunks:
             chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
             mixed = paged_prefill(

@@ -83,11 +83,19 @@ def load_model(
     safe_name = re.sub(r"[^\w.-]", "-", origin.name)
     family = f"{safe_name}-{digest(origin.place, dtype)}"
     directory = cache_dir() / "converted" / f"{family}-{digest(origin.content, str(checkpoint.FORMAT))}"
-    if cached := checkpoint.restore(directory, dtype, report, shardings):
-        return LoadedModel(origin.name, *cached)
-    source = origin.open()
-    report(f"Converting {origin.name} to {dtype} (once)")
-    params = jax.device_put(convert(source, dtype), shardings)
+    try:
+        if cached := checkpoint.restore(directory, dtype, report, shardings):
+            return LoadedModel(origin.name, *cached)
+        source = origin.open()
+        report(f"Converting {origin.name} to {dtype} (once)")
+        params = jax.device_put(convert(source, dtype), shardings)
+        for leaf in jax.tree.leaves(params):
+            leaf.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(
+            f"the weights of {origin.name} cannot be put on the device ({one_line(error)}): "
+            "free some of its memory, use a smaller dtype, or choose a smaller model"
+        ) from None
     try:
         checkpoint.save(directory, source.config, params, source.tokenizer)
         checkpoint.remove_others(directory, f"{family}-*")
@@ -100,14 +108,15 @@ def find(name_or_path: str, report: Callable[[str], None]) -> Origin:
     """What `name_or_path` means. Raises UserError if it means nothing."""
     if name_or_path.lower() == DEFAULT_MODEL:
         return Origin(DEFAULT_MODEL, "", GGUF_SHA256, lambda: read_gguf(fetch_default_model(report)))
-    path = Path(name_or_path).expanduser()
+    path = Path(name_or_path)
     try:
+        path = path.expanduser()
         if path.is_file():
             return Origin(path.stem, str(path.resolve()), stamp(path), lambda: read_gguf(path))
         if path.is_dir():
             name = path.resolve().name
             return Origin(name, str(path.resolve()), stamp(path), lambda: read_huggingface(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot read {path} ({one_line(error)}): check its permissions") from None
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
         directory = fetch_from_hub(name_or_path, report)

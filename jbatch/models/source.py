@@ -13,9 +13,7 @@ from jbatch.config import UserError
 from jbatch.models.llama import LlamaConfig
 from jbatch.tokenizer import Tokenizer
 
-SUPPORTED = (
-    "jbatch reads unquantised Llama-family models (LlamaForCausalLM, MistralForCausalLM) and Llama GGUFs"
-)
+SUPPORTED = "jbatch reads unquantised Llama-family models (LlamaForCausalLM, MistralForCausalLM) and Llama GGUFs"
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,9 @@ class Source:
         try:
             values = self.read(name)
         except Exception as error:  # each format's reader has its own set of errors
-            raise UserError(
-                f"{self.path}: cannot read {name} ({one_line(error)}): download it again"
-            ) from None
+            raise UserError(f"{self.path}: cannot read {name} ({one_line(error)}): download it again") from None
         if not np.isfinite(values).all():
-            raise UserError(
-                f"{self.path}: {name} holds infinities or NaN: the file is damaged; download it again"
-            )
+            raise UserError(f"{self.path}: {name} holds infinities or NaN: the file is damaged; download it again")
         return values
 
 
@@ -114,9 +108,7 @@ def check_shapes(path: Path, config: LlamaConfig, shapes: Mapping[str, tuple[int
     expected = set()
     for name, shape in tensor_shapes(config):
         if name not in shapes:
-            raise UserError(
-                f"{path}: the tensor {name} is missing: the model is incomplete; download it again"
-            )
+            raise UserError(f"{path}: the tensor {name} is missing: the model is incomplete; download it again")
         if shapes[name] != shape:
             raise UserError(
                 f"{path}: {name} has shape {shapes[name]}, its config says {shape}: "

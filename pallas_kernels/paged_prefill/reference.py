@@ -65,11 +65,7 @@ def _attend(
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
     table = jnp.clip(table, 0, num_pages - 1)
     # [C, K, G, Q, D]: the queries of one KV head lie together, so a block is one matmul a head.
-    q = (
-        (q.astype(jnp.float32) * scale)
-        .reshape(rows, num_queries, kv_heads, group, dim)
-        .transpose(0, 2, 3, 1, 4)
-    )
+    q = (q.astype(jnp.float32) * scale).reshape(rows, num_queries, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     position = start[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
 
     def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [C, pages, K, page_size, D]

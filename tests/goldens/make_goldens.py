@@ -140,7 +140,7 @@ def make_prompts(tokenizer: Any, questions: list[str]) -> list[list[int]]:
     """Token ids of every prompt: plain text, chats, and long ones built from several questions."""
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def chat(text: str) -> list[int]:
         message = [{"role": "user", "content": text}]

@@ -155,3 +155,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory, in use for the test."""
     monkeypatch.setenv("JBATCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What `load_model` reports."""
+    return []

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from jbatch.config import UserError
 from jbatch.models import load
-from jbatch.models.llama import Llama
 from jbatch.models.load import load_model
-
-
-@pytest.fixture
-def lines() -> list[str]:
-    """What `load_model` reports."""
-    return []
 
 
 @pytest.fixture
@@ -53,15 +48,6 @@ def test_second_start_restores(cache, model, lines, monkeypatch, dtype):
     assert [leaf.sharding for leaf in jax.tree.leaves(first.params)] == [
         leaf.sharding for leaf in jax.tree.leaves(second.params)
     ]
-
-
-@pytest.mark.parametrize("fixture", ["tiny", "tiny_untied"])
-def test_params_fit_the_module(cache, fixture, request, tmp_path, lines):
-    path = request.getfixturevalue(fixture).write_huggingface(tmp_path / "m")
-    loaded = load_model(str(path), report=lines.append)
-    expected = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Llama(loaded.config))))
-    assert jax.tree.structure(loaded.params) == jax.tree.structure(expected)
-    assert jax.tree.map(jnp.shape, loaded.params) == jax.tree.map(jnp.shape, expected)
 
 
 def test_restore_onto_a_mesh(cache, model, lines):
@@ -121,9 +107,32 @@ def test_unwritable_cache_is_not_fatal(tmp_path, monkeypatch, model, lines):
     assert "cannot be kept" in lines[-1] and "\n" not in lines[-1]
 
 
-def test_unknown_names(cache, tmp_path, lines):
-    for name in ("", "nothing", "a/b/c", "no/such.gguf", "x" * 5000, "a\0b"):
-        with pytest.raises(UserError):
-            load_model(name, report=lines.append)
-    with pytest.raises(UserError, match="dtype"):
-        load_model("any", dtype="int4", report=lines.append)
+def test_full_disk_is_not_fatal(cache, model, lines, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    load_model(str(model), report=lines.append)
+    assert "the disk is full" in lines[-1]
+    assert not list((cache / "converted").iterdir())
+
+
+def test_concurrent_first_starts(cache, model):
+    lines: list[str] = []
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: load_model(str(model), report=lines.append), range(4)))
+    for other in loaded[1:]:
+        same(loaded[0], other)
+    assert set(lines) == {"Converting tiny to float32 (once)"}
+    assert len(list((cache / "converted").iterdir())) == 1
+
+
+def test_too_large_for_the_device(cache, model, lines, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", no_room)
+        with pytest.raises(UserError, match=r"^[^\n]*RESOURCE_EXHAUSTED[^\n]*$"):
+            load_model(str(model), report=lines.append)
+    load_model(str(model), report=lines.append)
+    monkeypatch.setattr(ocp, "load", no_room)
+    with pytest.raises(UserError, match="smaller dtype"):
+        load_model(str(model), report=lines.append)

@@ -86,7 +86,12 @@ def test_pip_fails(cache, pip):
     pip.stderr = "WARNING: Retrying\nERROR: Could not find a version\nERROR: No matching distribution\n"
     assert "Could not find a version" in failure()
     pip.stderr = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    assert "No space left" in failure()
+    assert "(No space left on device): free some space" in failure()
+    refused = "Failed to establish a new connection: [Errno 111] Connection refused"
+    pip.stderr = f"WARNING: Retrying (after 'NewConnectionError('<x at 0x1>: {refused}')': /simple/)\nERROR: None\n"
+    assert f"({refused})" in failure()
+    pip.stderr = " \n"
+    assert "(no reason given)" in failure()
 
 
 def test_no_pip(cache, wheel, monkeypatch):

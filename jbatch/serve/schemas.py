@@ -1,0 +1,239 @@
+"""Bodies of requests and responses, named as in OpenAI's API. Fields nobody knows are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic.functional_validators import ValidatorFunctionWrapHandler
+
+from jbatch.request import INT32_MAX, Request, RequestError, SamplingParams
+
+Reason = Literal["stop", "length"]
+
+
+def _must_be(what: str) -> WrapValidator:
+    """One sentence in place of an error for each member of a union."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {what}") from None
+
+    return WrapValidator(check)
+
+
+class Body(BaseModel):
+    """Part of a request. Raises for fields we know and do not serve yet, rather than ignore what they ask for."""
+
+    model_config = ConfigDict(strict=True)
+    not_yet: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields not served, each with the values, besides null, that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, nothing in cls.not_yet.items():
+                if data.get(name) not in (None, *nothing):
+                    raise RequestError(f"{name} is not supported yet: leave it out", name)
+        return data
+
+
+# ---- requests ----
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Body):
+    """What both completion endpoints take."""
+
+    not_yet = {
+        "n": (1,),
+        "best_of": (1,),
+        "stop": ("", []),
+        "logit_bias": ({},),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "min_tokens": (0,),
+        "structured_outputs": (),
+        "response_format": ({"type": "text"},),
+    }
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def engine_request(self, prompt: list[int], max_tokens: int) -> Request:
+        """The request for one prompt. Raises `RequestError`."""
+        plain = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
+        given = {name: getattr(self, name) for name in plain if getattr(self, name) is not None}
+        if self.top_k == -1:  # vLLM's way to keep all
+            given["top_k"] = 0
+        stops = tuple(self.stop_token_ids or ())
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, **given)
+        return Request(tuple(prompt), sampling, priority=self.priority or 0)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    not_yet = {**GenerationRequest.not_yet, "logprobs": (), "echo": (False,), "suffix": ("",)}
+
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        _must_be("a text, a list of texts, a list of token ids, or a list of such lists"),
+    ]
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    not_yet = {"tool_calls": ([],), "function_call": ()}
+
+    role: str
+    content: Annotated[str | list[TextPart], _must_be("a text, or a list of parts of type 'text'")]
+    name: str | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    not_yet = {
+        **GenerationRequest.not_yet,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+    }
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+# ---- responses ----
+
+
+class Usage(BaseModel):
+    """Tokens of all prompts and all replies; a token that ended a reply counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Response(BaseModel):
+    """What completions and their chunks have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
+class TextChoice(BaseModel):
+    """One reply of a text completion, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Reason | None
+
+
+class TextCompletion(Response):
+    """A text completion, or a chunk of one."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class ChatMessage(BaseModel):
+    """The reply of a chat completion."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One reply of a chat completion."""
+
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: Reason
+
+
+class ChatCompletion(Response):
+    """A chat completion."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class ChatDelta(BaseModel):
+    """What a chunk adds to the reply."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of one reply."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: Reason | None
+
+
+class ChatChunk(Response):
+    """A chunk of a chat completion."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class ModelCard(BaseModel):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jbatch"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models there are."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
