@@ -33,9 +33,9 @@ class Bucket(NamedTuple):
     """Prefill rows, `chunk_size` tokens each."""
 
 
-def _powers_of_two(last: int, first: int = 1) -> list[int]:
-    """The powers of two from `first` up to the first that is at least `last`."""
-    powers = [first]
+def _powers_of_two(last: int) -> list[int]:
+    """1, 2, 4, ... up to the first that is at least `last`."""
+    powers = [1]
     while powers[-1] < last:
         powers.append(powers[-1] * 2)
     return powers
@@ -98,12 +98,12 @@ class EngineConfig:
     def buckets(self) -> tuple[Bucket, ...]:
         """Every step shape the engine may compile, smallest work first.
 
-        Steps without prefill come in all powers of two of decode rows. Steps with prefill come in fewer: idle decode
-        rows are cheap beside a chunk, and every shape costs seconds to compile.
+        Steps without prefill come in all powers of two of decode rows. Steps with prefill come with few or all decode
+        rows: idle ones are cheap beside a chunk, and every shape costs seconds to compile.
         """
         rows = _powers_of_two(self.max_running)
-        chunks = _powers_of_two(self.max_chunks)
-        mixed = [Bucket(r, c) for c in chunks[-1::-2] for r in rows[-1::-3]]
+        few_or_all = {rows[-1], max(1, rows[-1] // 8)}
+        mixed = [Bucket(r, c) for c in _powers_of_two(self.max_chunks) for r in few_or_all]
         return tuple(sorted([Bucket(r, 0) for r in rows] + mixed, key=self.rows))
 
     def rows(self, bucket: Bucket) -> int:

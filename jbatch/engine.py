@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from jbatch.config import EngineConfig
 from jbatch.core.inbox import InboxBuilder
-from jbatch.core.state import MAX_STOP_TOKENS
+from jbatch.core.state import MAX_STOP_TOKENS, Model
 from jbatch.ingress import Ingress, Ticket
 from jbatch.request import (
     INT32_MAX,
@@ -26,7 +26,7 @@ from jbatch.request import (
     Sink,
 )
 from jbatch.residents import Mail, Residents
-from jbatch.stepper import Model, Stepper
+from jbatch.stepper import Stepper
 from jbatch.telemetry import Snapshot
 
 

@@ -15,22 +15,14 @@ import numpy as np
 from jbatch.config import Bucket, EngineConfig
 from jbatch.core.inbox import InboxBuilder, inbox_size
 from jbatch.core.outbox import OutboxView
-from jbatch.core.state import EngineState, Forward, KVPages, Params, Phase, Wait, init_state
+from jbatch.core.state import EngineState, Model, Phase, Wait, init_state
 from jbatch.core.step import step
 from jbatch.programs import Program, Programs
 from jbatch.telemetry import Snapshot
 
 
-@dataclass(frozen=True)
-class Model:
-    """What the engine needs of a model."""
-
-    forward: Forward
-    params: Params
-    kv: KVPages
-    """Empty pages; the stepper takes them over."""
-    vocab_size: int
-    eos_ids: frozenset[int]
+_CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
+"""Lets XLA run independent loops of a step, such as attention's, on several cores."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Stepper:
     def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None]) -> None:
         self._params = model.params
         self._config = config
-        self._state = init_state(config, model.kv)
+        self._state = init_state(config, model.init_kv(config.num_pages, config.page_size))
         self._in_flight: deque[_InFlight] = deque()
         self._last = OutboxView.idle(config)
         self._host_seconds = 0.0
@@ -128,9 +120,10 @@ def _compiler(model: Model, state: EngineState, config: EngineConfig) -> Callabl
     """A function that compiles the step of a bucket; it holds shapes only, so the state may be donated meanwhile."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, state))
     inbox = jax.ShapeDtypeStruct((inbox_size(config),), jnp.int32)
+    options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
 
     def compile_bucket(bucket: Bucket) -> Program:
         run = partial(step, forward=model.forward, config=config, bucket=bucket)
-        return jax.jit(run, donate_argnums=1).lower(*shapes, inbox).compile()
+        return jax.jit(run, donate_argnums=1).lower(*shapes, inbox).compile(options)
 
     return compile_bucket

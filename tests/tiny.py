@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jbatch.config import EngineConfig
+from jbatch.core.state import Model
 from jbatch.models.llama import Llama, LlamaConfig, init_kv, make_forward
-from jbatch.stepper import Model
 
 TINY = LlamaConfig(
     vocab_size=320,
@@ -45,7 +45,7 @@ def tiny_params() -> dict[str, object]:
     return jax.tree.map(draw, shapes)
 
 
-def tiny_model(config: EngineConfig = TINY_ENGINE) -> Model:
-    """The tiny model with empty pages for `config`."""
-    kv = init_kv(TINY, config.num_pages, config.page_size, jnp.dtype(jnp.float32))
-    return Model(make_forward(TINY), tiny_params(), kv, TINY.vocab_size, frozenset({EOS}))
+def tiny_model() -> Model:
+    """The tiny model as the engine takes it."""
+    kv = partial(init_kv, TINY, jnp.dtype(jnp.float32))
+    return Model(make_forward(TINY), tiny_params(), kv, TINY.vocab_size, TINY.max_position_embeddings, frozenset({EOS}))

@@ -131,13 +131,14 @@ def _residency(phase: jax.Array, length: jax.Array, config: EngineConfig) -> _Re
     admitted = waiting & ~barred
     # Running slots may use what the barred ones leave.
     holders = running | admitted
-    fits = (jnp.cumsum(jnp.where(holders, need, 0)) <= usable) & (
-        jnp.cumsum(holders, dtype=jnp.int32) <= config.max_running
-    )
-    resident = holders & fits
-    wait = jnp.where(waiting & ~admitted, jnp.where(has_turn, Wait.PAGES, Wait.RUNNING_LIMIT), Wait.NONE)
+    fits_pages = jnp.cumsum(jnp.where(holders, need, 0)) <= usable
+    fits_limit = jnp.cumsum(holders, dtype=jnp.int32) <= config.max_running
+    resident = holders & fits_pages & fits_limit
     preempted = running & ~resident
-    wait = jnp.where(preempted, Wait.PAGES, wait)
+    # Short of pages, it or one before it; whoever waits otherwise finds as many running as may.
+    short = (waiting & has_turn & ~has_pages) | (holders & fits_limit & ~fits_pages)
+    reason = jnp.where(lax.cummax(short.astype(jnp.int32)) > 0, Wait.PAGES, Wait.RUNNING_LIMIT)
+    wait = jnp.where((waiting & ~admitted) | preempted, reason, Wait.NONE)
     return _Residency(resident=resident, admitted=admitted, preempted=preempted, wait=wait)
 
 

@@ -7,6 +7,7 @@ tokens, and T = S + C * Q token rows in a step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -133,6 +134,20 @@ Params = Any
 
 Forward = Callable[[Params, KVPages, Batch], tuple[jax.Array, KVPages]]
 """A model: `(params, kv, batch) -> (logits [S + C, vocabulary] float32, kv)`, pure."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the engine needs of a model."""
+
+    forward: Forward
+    params: Params
+    init_kv: Callable[[int, int], KVPages]
+    """Empty pages, given their number and size."""
+    vocab_size: int
+    max_len: int
+    """Longest sequence it was trained for, in tokens."""
+    eos_ids: frozenset[int]
 
 
 def init_state(config: EngineConfig, kv: KVPages) -> EngineState:

@@ -31,6 +31,17 @@ class LlamaConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
 
+    @property
+    def layer_weights(self) -> int:
+        """Weights that multiply every token, over all layers."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        return self.num_hidden_layers * self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights that multiply a token whose logits are wanted."""
+        return self.vocab_size * self.hidden_size
+
 
 class LlamaLayer(nnx.Module):
     """One block. Weights are stored [out, in]; q, k, v and gate, up are fused along `out`."""
@@ -122,7 +133,7 @@ def make_forward(config: LlamaConfig) -> Forward:
     return forward
 
 
-def init_kv(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
+def init_kv(config: LlamaConfig, dtype: jnp.dtype, num_pages: int, page_size: int) -> KVPages:
     """Empty pages. Zeros, never uninitialised memory: a masked weight of 0 times NaN would be NaN."""
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jbatch.config import DEFAULT_MODEL, UserError, cache_dir
-from jbatch.core.state import Params
+from jbatch.core.state import Model, Params
 from jbatch.models import checkpoint
 from jbatch.models.fetch import GGUF_SHA256, fetch_default_model
 from jbatch.models.gguf import read_gguf
 from jbatch.models.huggingface import fetch_from_hub, read_huggingface
-from jbatch.models.llama import LlamaConfig
+from jbatch.models.llama import LlamaConfig, init_kv, make_forward
 from jbatch.models.source import Source, one_line
 from jbatch.tokenizer import Tokenizer
 
@@ -41,6 +42,18 @@ class LoadedModel:
     config: LlamaConfig
     params: Params
     tokenizer: Tokenizer
+
+    def for_engine(self) -> Model:
+        """The model as the engine takes it; pages have the dtype of the weights."""
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        return Model(
+            forward=make_forward(self.config),
+            params=self.params,
+            init_kv=partial(init_kv, self.config, dtype),
+            vocab_size=self.config.vocab_size,
+            max_len=self.config.max_position_embeddings,
+            eos_ids=self.tokenizer.eos_ids,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,12 @@ async def completions(http: Request, body: CompletionRequest) -> Response:
     service.check_model(body.model)
     most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     requests = [body.engine_request(prompt, most) for prompt in _prompts(service, body)]
-    head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.card.id}
-    head["object"] = "text_completion"
+    head: dict[str, Any] = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.card.id,
+    }
 
     def chunks(reply: Reply) -> AsyncIterator[TextCompletion]:
         return _chunks(reply, head, include_usage=body.include_usage)
@@ -48,18 +52,14 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     most = service.engine.config.max_queue
     if not 1 <= len(prompts) <= most:
         raise RequestError(f"prompt has {len(prompts)} prompts: it must have from 1 to {most}", "prompt")
-    return [
-        service.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt for prompt in prompts
-    ]
+    return [service.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _choice(piece: Piece) -> TextChoice:
     return TextChoice(index=piece.index, text=piece.text, logprobs=None, finish_reason=piece.finish_reason)
 
 
-async def _chunks(
-    reply: Reply, head: dict[str, Any], *, include_usage: bool
-) -> AsyncIterator[TextCompletion]:
+async def _chunks(reply: Reply, head: dict[str, Any], *, include_usage: bool) -> AsyncIterator[TextCompletion]:
     if include_usage:
         head = {**head, "usage": None}
     async for piece in reply.pieces():

@@ -49,7 +49,7 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and of the KV cache."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
-    """The engine."""
+    """Sizes of the engine, fixed for its life."""
 
 
 def parse(arguments: Sequence[str]) -> ServeConfig:

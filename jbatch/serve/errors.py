@@ -68,9 +68,7 @@ def install(app: FastAPI) -> None:
 
 async def _respond(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        error = HTTPException(
-            error.status_code, f"{error.detail}: {request.method} {request.url.path}", error.headers
-        )
+        error = HTTPException(error.status_code, f"{error.detail}: {request.method} {request.url.path}", error.headers)
     told = describe(error)
     return JSONResponse(told.body, told.status, told.headers)
 

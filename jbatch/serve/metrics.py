@@ -72,9 +72,7 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
-        self.finished = {
-            reason: finished.labels(model_name, theirs) for reason, theirs in FINISHED_REASONS.items()
-        }
+        self.finished = {reason: finished.labels(model_name, theirs) for reason, theirs in FINISHED_REASONS.items()}
 
     def begin(self, prompt_tokens: int) -> Meter:
         """Starts the clock of a request."""
@@ -89,9 +87,7 @@ class Metrics:
         return family.labels(self._model_name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] | list[int]) -> Histogram:
-        family = Histogram(
-            f"jbatch:{name}", text, ("model_name",), buckets=buckets, registry=self._registry
-        )
+        family = Histogram(f"jbatch:{name}", text, ("model_name",), buckets=buckets, registry=self._registry)
         return family.labels(self._model_name)
 
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
-from pydantic.functional_validators import ValidatorFunctionWrapHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from jbatch.request import INT32_MAX, Request, RequestError, SamplingParams
 
@@ -151,15 +158,6 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class Response(BaseModel):
-    """What completions and their chunks have in common."""
-
-    id: str
-    created: int
-    model: str
-    usage: Usage | None = None
-
-
 class TextChoice(BaseModel):
     """One reply of a text completion, or a piece of it."""
 
@@ -169,11 +167,15 @@ class TextChoice(BaseModel):
     finish_reason: Reason | None
 
 
-class TextCompletion(Response):
+class TextCompletion(BaseModel):
     """A text completion, or a chunk of one."""
 
+    id: str
     object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
     choices: list[TextChoice]
+    usage: Usage | None = None
 
 
 class ChatMessage(BaseModel):
@@ -189,14 +191,18 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: None = None
-    finish_reason: Reason
+    finish_reason: Reason | None
 
 
-class ChatCompletion(Response):
+class ChatCompletion(BaseModel):
     """A chat completion."""
 
+    id: str
     object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
     choices: list[ChatChoice]
+    usage: Usage | None = None
 
 
 class ChatDelta(BaseModel):
@@ -215,11 +221,15 @@ class ChatChunkChoice(BaseModel):
     finish_reason: Reason | None
 
 
-class ChatChunk(Response):
+class ChatChunk(BaseModel):
     """A chunk of a chat completion."""
 
+    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
     choices: list[ChatChunkChoice]
+    usage: Usage | None = None
 
 
 class ModelCard(BaseModel):

@@ -1,9 +1,8 @@
-"""The HTTP server: its socket, its start and its end."""
+"""uvicorn, with our words at the start and our manners at the end."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -12,26 +11,37 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from jbatch.config import UserError
 from jbatch.engine import Engine
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that nobody connects to a server that still loads.
+class Server(uvicorn.Server):
+    """The first signal lets running requests finish, the second ends them, a third ends the process as it is."""
 
-    Raises `UserError` where the address cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --host") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise refused(host, port, error) from None
-    return sock
+    def __init__(self, app: FastAPI, engine: Engine, ready: Callable[[], None], report: Callable[[str], None]):
+        """`ready` is called when the server listens."""
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False))
+        self._engine = engine
+        self._ready = ready
+        self._report = report
+        self._signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no new connections and waits for those there are."""
+        self._report("stopping: running requests finish first; once more to end them")
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self._signals += 1
+        self.should_exit = True
+        if self._signals == 2:
+            # With their requests cancelled, connections close by themselves. In a thread, since it waits for that.
+            threading.Thread(target=self._engine.stop, kwargs={"drain": False}, daemon=True).start()
+        elif self._signals > 2:  # a client that does not read, or the compiler, holds up the end
+            os._exit(128 + sig)

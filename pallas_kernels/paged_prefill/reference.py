@@ -1,8 +1,9 @@
 """Plain XLA `paged_prefill`: the specification, and the path every device without a kernel runs.
 
 Online softmax over blocks of pages (Milakov & Gimelshein 2018; FlashAttention). Shaped for a CPU: pages are
-gathered as whole rows of a 2-d array, which XLA turns into plain copies; blocks are small enough to stay in the
-second-level cache; and rows go in groups, so that one long request lengthens the loop of its own group only.
+gathered as whole rows of a 2-d array, which XLA turns into plain copies, and blocks are small enough to stay in the
+second-level cache. Rows go in groups with a loop each: XLA runs a loop on one core but independent loops on several,
+and one long request lengthens the loop of its own group only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from jax import lax
 BLOCK_TOKENS = 64
 """Tokens of a request attended to in one iteration."""
 
-GROUP_ROWS = 16
-"""Rows that share one loop."""
+MAX_GROUPS = 4
+MIN_GROUP_ROWS = 4
+"""Rows are dealt to at most so many loops of at least so many rows."""
 
 _MASKED = -1e30
 
@@ -35,15 +37,9 @@ def paged_prefill(
     Query `i` of a row stands at position `start + i` and sees the positions up to its own. Idle rows give zeros;
     queries at or past `lengths` give values of no meaning. Scores and sums are float32 whatever the dtypes.
     """
-    rows = q.shape[0]
-
-    def attend(group: tuple[jax.Array, ...]) -> jax.Array:
-        return _attend(*group, k_pages, v_pages, scale=scale)
-
-    if rows <= GROUP_ROWS or rows % GROUP_ROWS:
-        return attend((q, page_table, start, lengths))
-    split = [x.reshape(-1, GROUP_ROWS, *x.shape[1:]) for x in (q, page_table, start, lengths)]
-    return lax.map(attend, tuple(split)).reshape(q.shape)
+    groups = max(1, min(MAX_GROUPS, q.shape[0] // MIN_GROUP_ROWS))
+    parts = [jnp.array_split(x, groups) for x in (q, page_table, start, lengths)]
+    return jnp.concatenate([_attend(*part, k_pages, v_pages, scale=scale) for part in zip(*parts, strict=True)])
 
 
 def _attend(

@@ -1,0 +1,109 @@
+"""Closed-loop load on an engine: so many clients, each sends its next request when the last one has ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from tqdm import tqdm
+
+from jbatch.engine import Engine
+from jbatch.request import Output, Request
+from jbatch.telemetry import Snapshot
+from jbatch.tokenizer import Tokenizer
+
+PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+
+
+def chat_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
+    """Token ids of `count` real questions, templated as chats; the file starts anew where it ends."""
+    texts = [json.loads(line)["text"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    chats = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(count)]
+    return [tuple(tokenizer.encode(tokenizer.apply_chat_template(chat))) for chat in chats]
+
+
+@dataclass
+class Timeline:
+    """When one request's tokens arrived, in seconds of `time.perf_counter`."""
+
+    submitted: float
+    tokens: list[float]
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.tokens[0] - self.submitted
+
+    @property
+    def tpot(self) -> float:
+        """Mean time per output token after the first; not a number for a single token."""
+        if len(self.tokens) < 2:
+            return float("nan")
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What one run of `closed_loop` saw."""
+
+    concurrency: int
+    wall_seconds: float
+    timelines: list[Timeline]
+    before: Snapshot
+    after: Snapshot
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput over the whole run, its ramps included."""
+        return sum(len(line.tokens) for line in self.timelines) / self.wall_seconds
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model, prompt and output."""
+        return sum(
+            getattr(self.after, name) - getattr(self.before, name) for name in ("decode_tokens", "prefill_tokens")
+        )
+
+    @property
+    def padding_share(self) -> float:
+        """Share of computed rows that held no token."""
+        return 1 - self.computed_tokens / (self.after.computed_rows - self.before.computed_rows)
+
+    def percentile(self, name: str, q: float) -> float:
+        """The q-th percentile of "ttft" or "tpot" over the requests, in seconds."""
+        return float(np.nanpercentile([getattr(line, name) for line in self.timelines], q))
+
+
+def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> LoadResult:
+    """Runs all requests with `concurrency` of them at once, behind a progress bar."""
+    inbox: SimpleQueue[tuple[float, list[Output]]] = SimpleQueue()
+    timelines: dict[int, Timeline] = {}
+    todo: Iterator[Request] = iter(requests)
+
+    def submit() -> None:
+        request = next(todo, None)
+        if request is not None:
+            begun = time.perf_counter()
+            timelines[engine.submit(request, lambda news: inbox.put((time.perf_counter(), news)))] = Timeline(begun, [])
+
+    before, begun = engine.snapshot(), time.perf_counter()
+    for _ in range(concurrency):
+        submit()
+    finished = 0
+    with tqdm(total=len(requests), desc=f"concurrency {concurrency:2d}", unit="req") as bar:
+        while finished < len(requests):
+            at, news = inbox.get()
+            for output in news:
+                if output.token is not None:
+                    timelines[output.request_id].tokens.append(at)
+                if output.finish_reason is not None:
+                    finished += 1
+                    bar.update()
+                    submit()
+    wall = time.perf_counter() - begun
+    return LoadResult(concurrency, wall, list(timelines.values()), before, engine.snapshot())

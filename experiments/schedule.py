@@ -1,0 +1,123 @@
+"""What does scheduling cost? Times the whole step, and the same step without the model and without sampling.
+
+Fills every running slot, then repeats the decode step of the largest such bucket. The schedule part is all that is
+not the model: taking the inbox in, ordering, residency, rows, pages, commit and outbox.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from experiments.load import chat_prompts
+from experiments.report import RESULTS, table, write_json
+from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig, UserError
+from jbatch.core.inbox import InboxBuilder
+from jbatch.core.state import EngineState, KVPages, Model, init_state
+from jbatch.core.step import begin, commit, step
+from jbatch.models.load import load_model
+from jbatch.request import Request, SamplingParams
+
+CLAIM = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The schedule part of a decode step with all slots running."""
+
+    model: str = DEFAULT_MODEL
+    """Name, path or hub id of the model."""
+    running: int = 64
+    """Running slots, a power of two."""
+    context: int = 128
+    """Tokens each slot holds at first; prompts are cut to it."""
+    repeats: int = 25
+    """Steps timed of each kind, in turns."""
+    out: Path = RESULTS
+    """Folder for the JSON."""
+
+
+def main(settings: Settings) -> None:
+    """Times both steps in turns and writes the medians."""
+    loaded = load_model(settings.model, report=lambda line: print(line, file=sys.stderr))
+    config = replace(EngineConfig(), max_running=settings.running, max_slots=2 * settings.running)
+    prompts = [prompt[: settings.context] for prompt in chat_prompts(loaded.tokenizer, settings.running)]
+    seconds = measure(loaded.for_engine(), config, prompts, settings.repeats)
+    whole, schedule = (median(seconds[name]) for name in ("step", "schedule"))
+    rows = [
+        {"part": "whole step", "median ms": f"{whole * 1e3:.2f}", "share": "100%"},
+        {"part": "schedule", "median ms": f"{schedule * 1e3:.3f}", "share": f"{schedule / whole:.2%}"},
+    ]
+    print(table(rows))
+    holds = "holds" if schedule / whole < CLAIM else "does not hold"
+    print(f"\nThat scheduling takes under {CLAIM:.0%} of a step {holds}.")
+    write_json(
+        settings.out / "schedule.json",
+        {"settings": {**asdict(settings), "out": None}, "step_seconds": whole, "schedule_seconds": schedule},
+    )
+
+
+def measure(
+    model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each whole step ("step") and of each step without a model ("schedule"), taken in turns."""
+    bucket = Bucket(config.max_running, 0)
+    whole = jax.jit(partial(step, forward=model.forward, config=config, bucket=bucket), donate_argnums=1)
+    bare = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)
+    full = _prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
+    empty = _prefilled(config, KVPages(k=(), v=()), prompts)
+    nothing = jnp.asarray(InboxBuilder(config).buffer)
+    seconds: dict[str, list[float]] = {"step": [], "schedule": []}
+    for _ in range(repeats + 1):  # the first of each compiles
+        full = _timed(partial(whole, model.params), full, nothing, seconds["step"])
+        empty = _timed(bare, empty, nothing, seconds["schedule"])
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def _timed(run: Any, state: EngineState, inbox: jax.Array, seconds: list[float]) -> EngineState:
+    begun = time.perf_counter()
+    state, outbox = run(state, inbox)
+    outbox.block_until_ready()
+    seconds.append(time.perf_counter() - begun)
+    return state
+
+
+def _schedule_only(
+    state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
+) -> tuple[EngineState, jax.Array]:
+    state, plan = begin(state, inbox, config=config, bucket=bucket)
+    rows = bucket.decode + bucket.chunks
+    return commit(state, plan, jnp.full(rows, 2, jnp.int32), jnp.zeros(rows, jnp.float32), config=config)
+
+
+def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]) -> EngineState:
+    """A state whose slots have computed their prompts as far as the scheduler is concerned."""
+    bucket = config.largest_bucket
+    run = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)
+    state = init_state(config, KVPages(k=(), v=()))
+    sampling = SamplingParams(temperature=0, max_tokens=config.max_model_len // 2)
+    todo = [(slot, Request(prompt, sampling)) for slot, prompt in enumerate(prompts)]
+    while todo or bool(jnp.any(state.slots.length - state.slots.computed > 1)):
+        inbox = InboxBuilder(config)
+        while todo and not inbox.full:
+            slot, request = todo.pop(0)
+            limit = len(request.prompt) + sampling.max_tokens
+            inbox.admit(slot, slot, request, limit=limit, seed=0, stop_tokens=())
+        state, _ = run(state, jnp.asarray(inbox.buffer))
+    return state.replace(kv=kv)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,161 @@
+"""Does continuous batching serve the same prompts at six times the serial rate or more?
+
+Runs the same real prompts through one engine, first one at a time, then with 2, 4, ... 64 at once, greedy, every
+request to its full number of tokens. Writes throughput.json and throughput.png and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import tyro
+
+from experiments.load import LoadResult, chat_prompts, closed_loop
+from experiments.report import RESULTS, table, write_json
+from experiments.timing import seconds_of
+from jbatch.config import DEFAULT_MODEL, EngineConfig, UserError
+from jbatch.engine import Engine
+from jbatch.models.llama import LlamaConfig
+from jbatch.models.load import load_model
+from jbatch.programs import enable_persistent_cache
+from jbatch.request import Request, SamplingParams
+
+CLAIM = 6.0
+"""The lower end of the published claim, "6-10x of serial"."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Throughput, latency and padding against concurrency, serial first."""
+
+    model: str = DEFAULT_MODEL
+    """Name, path or hub id of the model."""
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Requests at once; 1 is the serial baseline."""
+    requests: int = 128
+    """Requests at each level."""
+    max_tokens: int = 64
+    """Tokens each request generates; the end-of-sequence token does not end it."""
+    quick: bool = False
+    """A short look: fewer levels, requests and tokens."""
+    out: Path = RESULTS
+    """Folder for the JSON and the plot."""
+
+
+def main(settings: Settings) -> None:
+    """Runs every level and writes the results."""
+    if settings.quick:
+        settings = Settings(settings.model, (1, 8, 32), 32, 16, True, settings.out)
+    enable_persistent_cache()
+    loaded = load_model(settings.model, report=_say)
+    sampling = SamplingParams(temperature=0, max_tokens=settings.max_tokens, ignore_eos=True)
+    requests = [Request(prompt, sampling) for prompt in chat_prompts(loaded.tokenizer, settings.requests)]
+    with Engine(loaded.for_engine(), EngineConfig(), _say) as engine:
+        engine.warm_up()
+        results = [closed_loop(engine, requests, level) for level in settings.concurrency]
+    peak = matmul_peak()
+    rows = [_row(result, results[0], loaded.config, peak) for result in results]
+    prompt_tokens = [len(request.prompt) for request in requests]
+    write_json(
+        settings.out / "throughput.json",
+        {
+            "settings": {**asdict(settings), "out": None},
+            "prompt_tokens": {"mean": float(np.mean(prompt_tokens)), "max": max(prompt_tokens)},
+            "matmul_peak_gflops": peak / 1e9,
+            "levels": rows,
+        },
+    )
+    plot(rows, settings.out / "throughput.png")
+    print(table([_rounded(row) for row in rows]))
+    print(f"\n{verdict(rows)}\nwritten: {settings.out / 'throughput.json'}, {settings.out / 'throughput.png'}")
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """What the rows say of the claim, in a sentence."""
+    best = max(rows, key=lambda row: row["times serial"])
+    holds = "holds" if best["times serial"] >= CLAIM else "does not hold"
+    return (
+        f"The claim of {CLAIM:.0f} times serial {holds}: {best['times serial']:.1f} times "
+        f"at concurrency {best['concurrency']}."
+    )
+
+
+def matmul_peak() -> float:
+    """Measured ceiling of arithmetic, in float operations per second: a large square matmul."""
+    size = 2048
+    x = jnp.ones((size, size), jnp.float32)
+    multiply = jax.jit(lambda x: x @ x)
+    return 2 * size**3 / min(seconds_of(lambda: multiply(x), repeats=7))
+
+
+def _row(result: LoadResult, serial: LoadResult, model: LlamaConfig, peak: float) -> dict[str, Any]:
+    """One level's figures; times in seconds.
+
+    Utilisation counts the weights' multiplications of tokens computed, padding and attention left out, against the
+    measured ceiling.
+    """
+    row: dict[str, Any] = {
+        "concurrency": result.concurrency,
+        "output tokens/s": result.output_tokens_per_second,
+        "times serial": result.output_tokens_per_second / serial.output_tokens_per_second,
+    }
+    for name in ("ttft", "tpot"):
+        for q in (50, 99):
+            row[f"{name} p{q} s"] = result.percentile(name, q)
+    outputs = sum(len(line.tokens) for line in result.timelines)
+    work = 2 * (model.layer_weights * result.computed_tokens + model.head_weights * outputs)
+    row["padding"] = result.padding_share
+    row["utilisation"] = work / result.wall_seconds / peak
+    return row
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, str]:
+    digits = {"concurrency": "d", "output tokens/s": ".1f", "times serial": ".2f"}
+    return {name: format(value, digits.get(name, ".3f")) for name, value in row.items()}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Throughput against the claim, and latency, over concurrency."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    levels = [row["concurrency"] for row in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    left.plot(levels, [row["output tokens/s"] for row in rows], "o-", label="measured")
+    serial = rows[0]["output tokens/s"]
+    left.axhline(CLAIM * serial, color="tab:gray", linestyle="--", label=f"{CLAIM:.0f} x serial")
+    left.set(title="Throughput", ylabel="output tokens/s", ylim=(0, None))
+    for row in rows:
+        left.annotate(f"{row['times serial']:.1f}x", (row["concurrency"], row["output tokens/s"]), (0, -14),
+                      textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+    for name in ("ttft", "tpot"):
+        (line,) = right.plot(levels, [row[f"{name} p50 s"] for row in rows], "o-", label=f"{name.upper()} p50")
+        right.plot(levels, [row[f"{name} p99 s"] for row in rows], "^:", color=line.get_color(),
+                   label=f"{name.upper()} p99")  # fmt: skip
+    right.set(title="Latency", ylabel="seconds", yscale="log")
+    for axes in (left, right):
+        axes.set(xlabel="concurrent requests", xscale="log", xticks=levels, xticklabels=levels)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,35 @@
+"""`python -m jbatch.serve`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jbatch.config import UserError
+from jbatch.serve.config import parse
+from jbatch.serve.sockets import bind
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until a signal; returns the exit code."""
+    try:
+        config = parse(arguments)
+        with bind(config.host, config.port) as sock:
+            from jbatch.serve.start import run  # it takes a second to import: not before the port is ours
+
+            run(config, sock, _report)
+    except UserError as error:
+        _report(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    _report("stopped")
+    return 0
+
+
+def _report(line: str) -> None:
+    print(f"jbatch: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

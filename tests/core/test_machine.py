@@ -1,0 +1,104 @@
+"""A random host drives the step without a model; after each step the invariant of the design must hold."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from harness import Host
+from jbatch.config import EngineConfig
+
+SCARCE = EngineConfig(
+    max_model_len=40,
+    max_running=4,
+    max_slots=6,
+    num_pages=13,
+    page_size=4,
+    chunk_size=8,
+    max_chunks=2,
+    max_admissions=3,
+)
+"""Two long requests fill the pages."""
+
+ROOMY = EngineConfig(
+    max_model_len=30,
+    max_running=3,
+    max_slots=5,
+    num_pages=40,
+    page_size=2,
+    chunk_size=4,
+    max_chunks=1,
+    max_admissions=2,
+)
+"""Pages for all: running places are what is short. Neither the length nor the places are powers of two."""
+
+STEPS_TAKEN: dict[str, int] = {}
+SETTINGS = settings(
+    max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """Submits, cancels and steps at random; in the end everything must finish in time."""
+
+    config = SCARCE
+
+    @initialize(lag=st.integers(0, 1))
+    def begin(self, lag: int) -> None:
+        self.host = Host(self.config, lag)
+
+    @rule(
+        length=st.integers(1, 39),
+        max_tokens=st.one_of(st.integers(1, 6), st.integers(1, 38)),
+        priority=st.integers(-1, 1),
+        stops=st.frozensets(st.integers(0, 40), max_size=3),
+        first=st.integers(0, 11),
+    )
+    def submit(self, length: int, max_tokens: int, priority: int, stops: frozenset[int], first: int) -> None:
+        length = min(length, self.config.max_request_len - 1)
+        self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops)
+
+    @rule(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5))
+    def submit_many(self, lengths: list[int]) -> None:
+        for length in lengths:
+            self.host.submit(tuple(range(length)), 12)
+
+    @rule(slot=st.integers(0, 10))
+    def cancel(self, slot: int) -> None:
+        """Of any slot, free ones included: the host may not know yet that a request has ended."""
+        self.host.cancel(slot % self.config.max_slots)
+
+    @rule(bucket=st.integers(0, 10), seed=st.integers(0, 1000))
+    def step(self, bucket: int, seed: int) -> None:
+        self.host.step(self.config.buckets[bucket % len(self.config.buckets)], seed)
+
+    @rule(count=st.integers(2, 8), seed=st.integers(0, 1000))
+    def largest_steps(self, count: int, seed: int) -> None:
+        for i in range(count):
+            self.host.step(seed=seed + i)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        self.host.run_until_idle()
+        assert len(self.host.finished) + len(self.host.cancelled) == self.host.num_ids
+        name = type(self).__name__
+        STEPS_TAKEN[name] = STEPS_TAKEN.get(name, 0) + self.host.num_steps
+
+
+class RoomyMachine(Machine):
+    config = ROOMY
+
+
+class TestScarcePages(Machine.TestCase):
+    settings = SETTINGS
+
+
+class TestRoomyPages(RoomyMachine.TestCase):
+    settings = SETTINGS
+
+
+def test_thousands_of_steps_were_checked() -> None:
+    """Runs after the machines above; says nothing where they were deselected."""
+    assert not STEPS_TAKEN or sum(STEPS_TAKEN.values()) > 3000

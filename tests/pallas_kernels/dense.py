@@ -1,0 +1,85 @@
+"""Attention in float64 numpy, one query at a time: what every paged kernel must equal. And random paged problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Requests of some lengths whose pages lie scattered among pages full of not-a-numbers."""
+
+    q: np.ndarray  # [C, Q, H, D]
+    k_pages: np.ndarray  # [P, K, page_size, D]
+    v_pages: np.ndarray  # [P, K, page_size, D]
+    page_table: np.ndarray  # [C, N], -1 where unused
+    start: np.ndarray  # [C]
+    lengths: np.ndarray  # [C]
+    scale: float
+
+    def expected(self) -> np.ndarray:
+        """[C, Q, H, D] float64; zeros for queries at or past a row's length."""
+        out = np.zeros(self.q.shape)
+        for row, query in np.ndindex(self.q.shape[:2]):
+            position = self.start[row] + query
+            if 0 <= position < self.lengths[row]:
+                out[row, query] = self._attend(row, query, position + 1)
+        return out
+
+    def real(self) -> np.ndarray:
+        """[C, Q] bool, queries whose result means something, idle rows among them."""
+        position = self.start[:, None] + np.arange(self.q.shape[1])
+        return (position < self.lengths[:, None]) | (self.lengths == 0)[:, None]
+
+    def _attend(self, row: int, query: int, length: int) -> np.ndarray:
+        page_size = self.k_pages.shape[2]
+        at = np.arange(length)
+        pages = self.page_table[row, at // page_size]
+        keys = self.k_pages[pages, :, at % page_size].astype(np.float64)  # [length, K, D]
+        values = self.v_pages[pages, :, at % page_size].astype(np.float64)
+        heads = self.q.shape[2]
+        group = heads // keys.shape[1]
+        out = np.zeros(self.q.shape[2:])
+        for head in range(heads):
+            scores = keys[:, head // group] @ self.q[row, query, head].astype(np.float64) * self.scale
+            weights = np.exp(scores - scores.max())
+            out[head] = weights @ values[:, head // group] / weights.sum()
+        return out
+
+
+def make_problem(
+    lengths: list[int],
+    starts: list[int],
+    queries: int,
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 16,
+    page_size: int = 16,
+    width: int | None = None,
+    seed: int = 0,
+) -> Problem:
+    """`width` is the table's: as wide as the longest request needs unless given."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // page_size) for length in lengths]
+    width = width or max(1, *needed)
+    total = sum(needed) + 4
+    shape = (total, kv_heads, page_size, dim)
+    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    table = np.full((len(lengths), width), -1, np.int32)
+    ids = iter(rng.permutation(np.arange(1, total)))
+    for row, length in enumerate(lengths):
+        for column in range(needed[row]):
+            page = table[row, column] = next(ids)
+            used = min(page_size, length - column * page_size)
+            k_pages[page, :, :used] = rng.standard_normal((kv_heads, used, dim))
+            v_pages[page, :, :used] = rng.standard_normal((kv_heads, used, dim))
+    q = rng.standard_normal((len(lengths), queries, kv_heads * group, dim)).astype(np.float32) * 2
+    return Problem(q, k_pages, v_pages, table, np.int32(starts), np.int32(lengths), dim**-0.5)
+
+
+def decode_problem(lengths: list[int], **shape: int) -> Problem:
+    """One query a row, at its request's last token."""
+    return make_problem(lengths, [length - 1 for length in lengths], 1, **shape)
