@@ -1,0 +1,125 @@
+"""The scheduling rules once more, as plain loops over plain lists, written from their description alone.
+
+Order: priority class, then arrival. Residency: walk that order and count pages of all known tokens. A waiting request
+enters if it fits together with all before it and a page of growth for each of them, and if fewer than `max_running`
+stand before it; the first that cannot enter bars the waiting ones behind it. Running requests keep their pages as
+long as the holders up to them fit. Rows: residents in order; who lacks one token takes a decode row, who lacks more
+takes as many chunk rows as it needs and the bucket has left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jbatch.config import Bucket, EngineConfig
+from jbatch.core.state import Phase, Wait
+
+
+@dataclass
+class Slot:
+    """What the rules know of a slot."""
+
+    index: int
+    phase: Phase
+    priority: int
+    arrival: int
+    length: int
+    computed: int
+
+
+@dataclass
+class Plan:
+    """What they decide."""
+
+    residents: list[Slot] = field(default_factory=list)
+    entered: list[Slot] = field(default_factory=list)
+    preempted: list[Slot] = field(default_factory=list)
+    barred: list[Slot] = field(default_factory=list)
+    wait: dict[int, Wait] = field(default_factory=dict)
+    decode_rows: list[int] = field(default_factory=list)  # slot
+    chunk_rows: list[tuple[int, int, int]] = field(default_factory=list)  # slot, start, tokens
+    advance: dict[int, int] = field(default_factory=dict)
+    sample_row: dict[int, int] = field(default_factory=dict)
+    pages: dict[int, int] = field(default_factory=dict)  # held while the step computes
+    wanted: tuple[int, int, int] = (0, 0, 0)  # decodes, prefills and chunks, had the bucket no bounds
+
+
+def pages_for(tokens: int, config: EngineConfig) -> int:
+    return -(-tokens // config.page_size)
+
+
+def schedule_by_loops(slots: list[Slot], config: EngineConfig, bucket: Bucket) -> Plan:
+    order = sorted((s for s in slots if s.phase != Phase.FREE), key=lambda s: (s.priority, s.arrival))
+    plan = Plan()
+    _admit(plan, order, config)
+    _keep(plan, order, config)
+    _deal_rows(plan, config, bucket)
+    for slot in plan.residents:
+        computed = slot.computed if slot.phase == Phase.RUNNING else 0
+        plan.pages[slot.index] = pages_for(computed + plan.advance[slot.index], config)
+        plan.wait[slot.index] = Wait.NONE if plan.advance[slot.index] else Wait.ROWS
+    return plan
+
+
+def _admit(plan: Plan, order: list[Slot], config: EngineConfig) -> None:
+    used = 0
+    for place, slot in enumerate(order):
+        used += pages_for(slot.length, config)
+        if slot.phase != Phase.WAITING:
+            continue
+        fits = used + place <= config.num_pages - 1
+        if fits and place < config.max_running and not plan.barred:
+            plan.entered.append(slot)
+        else:
+            plan.barred.append(slot)
+
+
+def _keep(plan: Plan, order: list[Slot], config: EngineConfig) -> None:
+    """Walks on: who holds pages, and why the others do not."""
+    used, full = 0, False
+    reason: Wait | None = None
+    for slot in order:
+        if slot in plan.barred:
+            reason = reason or _why_barred(plan, slot, order, config)
+            plan.wait[slot.index] = reason
+            continue
+        used += pages_for(slot.length, config)
+        short_of_pages = used > config.num_pages - 1
+        short_of_places = len(plan.residents) == config.max_running
+        if not (full or short_of_pages or short_of_places):
+            plan.residents.append(slot)
+            continue
+        reason = reason if reason == Wait.PAGES else Wait.RUNNING_LIMIT if short_of_places else Wait.PAGES
+        full = True
+        plan.preempted.append(slot)
+        plan.wait[slot.index] = reason
+
+
+def _why_barred(plan: Plan, slot: Slot, order: list[Slot], config: EngineConfig) -> Wait:
+    return Wait.RUNNING_LIMIT if order.index(slot) >= config.max_running else Wait.PAGES
+
+
+def _deal_rows(plan: Plan, config: EngineConfig, bucket: Bucket) -> None:
+    size = config.chunk_size
+    decodes = prefills = chunks = 0
+    for slot in plan.residents:
+        computed = slot.computed if slot.phase == Phase.RUNNING else 0
+        plan.advance[slot.index] = 0
+        if slot.length - computed == 1:
+            decodes += 1
+            if len(plan.decode_rows) < bucket.decode:
+                plan.sample_row[slot.index] = len(plan.decode_rows)
+                plan.decode_rows.append(slot.index)
+                plan.advance[slot.index] = 1
+            continue
+        prefills += 1
+        for start in range(computed, slot.length, size):
+            chunks += 1
+            if len(plan.chunk_rows) == bucket.chunks:
+                continue
+            tokens = min(size, slot.length - start)
+            if start + tokens == slot.length:
+                plan.sample_row[slot.index] = bucket.decode + len(plan.chunk_rows)
+            plan.chunk_rows.append((slot.index, start, tokens))
+            plan.advance[slot.index] += tokens
+    plan.wanted = decodes, prefills, chunks
