@@ -66,9 +66,7 @@ def main(settings: Settings) -> None:
     )
 
 
-def measure(
-    model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], repeats: int
-) -> dict[str, list[float]]:
+def measure(model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each whole step ("step") and of each step without a model ("schedule"), taken in turns."""
     bucket = Bucket(config.max_running, 0)
     whole = jax.jit(partial(step, forward=model.forward, config=config, bucket=bucket), donate_argnums=1)
@@ -113,7 +111,7 @@ def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]
             limit = len(request.prompt) + sampling.max_tokens
             inbox.admit(slot, slot, request, limit=limit, seed=0, stop_tokens=())
         state, _ = run(state, jnp.asarray(inbox.buffer))
-    return state.replace(kv=kv)
+    return replace(state, kv=kv)
 
 
 if __name__ == "__main__":

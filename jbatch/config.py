@@ -49,8 +49,8 @@ class EngineConfig:
     """Most tokens of one request, prompt and output together."""
     max_running: int = 64
     """Most requests that hold pages at once (rounded up to a power of two)."""
-    max_slots: int = 128
-    """Most requests resident on the device: running, or waiting there in policy order."""
+    max_slots: int = 0
+    """Most requests resident on the device: running, or waiting there in policy order. 0: twice `max_running`."""
     max_queue: int = 1024
     """Most requests waiting on the host for a slot; beyond it a request is refused."""
     page_size: int = 16
@@ -67,6 +67,8 @@ class EngineConfig:
     """Dispatch a step before reading the one before it."""
 
     def __post_init__(self) -> None:
+        if self.max_slots == 0:
+            object.__setattr__(self, "max_slots", 2 * self.max_running)
         for field in fields(self):
             if field.name != "overlap" and getattr(self, field.name) < 1:
                 raise UserError(f"{field.name} is {getattr(self, field.name)}: it must be at least 1")
@@ -76,6 +78,8 @@ class EngineConfig:
             raise UserError(
                 f"chunk_size is {self.chunk_size}: it must be a multiple of the page size, {self.page_size}"
             )
+        if self.max_slots < self.max_running:
+            raise UserError(f"max_slots is {self.max_slots}: it must be at least max_running, {self.max_running}, or 0")
         if self.num_pages < 2:
             raise UserError(f"num_pages is {self.num_pages}: it must be at least 2, since page 0 is reserved")
 
@@ -98,12 +102,11 @@ class EngineConfig:
     def buckets(self) -> tuple[Bucket, ...]:
         """Every step shape the engine may compile, smallest work first.
 
-        Steps without prefill come in all powers of two of decode rows. Steps with prefill come with few or all decode
-        rows: idle ones are cheap beside a chunk, and every shape costs seconds to compile.
+        Steps without prefill come in all powers of two of decode rows, steps with prefill in fewer shapes: an idle
+        row is cheap beside a chunk, and every shape costs seconds to compile.
         """
-        rows = _powers_of_two(self.max_running)
-        few_or_all = {rows[-1], max(1, rows[-1] // 8)}
-        mixed = [Bucket(r, c) for c in _powers_of_two(self.max_chunks) for r in few_or_all]
+        rows, chunks = _powers_of_two(self.max_running), _powers_of_two(self.max_chunks)
+        mixed = [Bucket(r, c) for r in {rows[-4:][0], *rows[-2:]} for c in chunks[-3:]]
         return tuple(sorted([Bucket(r, 0) for r in rows] + mixed, key=self.rows))
 
     def rows(self, bucket: Bucket) -> int:

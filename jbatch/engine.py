@@ -62,7 +62,7 @@ class Engine:
         with self._lock:
             self._accepting = False
             self._stopping = True
-            self._dropping = not drain
+            self._dropping |= not drain
             self._lock.notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -148,8 +148,9 @@ class Engine:
                 f"together they may be at most {most}",
                 "max_tokens" if length < most else "prompt",
             )
-        if not all(0 <= token < self._model.vocab_size for token in request.prompt):
-            raise RequestError(f"the prompt has token ids outside 0 .. {self._model.vocab_size - 1}", "prompt")
+        for name, tokens in (("prompt", request.prompt), ("stop_token_ids", sampling.stop_token_ids)):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocab_size):
+                raise RequestError(f"{name} has token ids outside 0 .. {self._model.vocab_size - 1}", name)
         if len(self._stop_tokens(request)) > MAX_STOP_TOKENS:
             raise RequestError(f"more than {MAX_STOP_TOKENS} stop tokens, the model's own included", "stop_token_ids")
 

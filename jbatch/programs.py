@@ -31,7 +31,7 @@ class Programs:
         self._report = report
         self._ready: dict[Bucket, Program] = {}  # replaced whole, so readers need no lock
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._specialise, name="jbatch-specialise", daemon=True)
+        self._thread = threading.Thread(target=self._specialise, name="jbatch-specialise")
 
     def start(self) -> None:
         """Compiles the largest bucket, which serves any demand, then starts on the others in the background."""
@@ -39,10 +39,8 @@ class Programs:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the background work, after the program it is compiling."""
+        """Ends the background work after the program it is compiling, without waiting for that."""
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def wait(self) -> None:
         """Blocks until every bucket is compiled, or `stop` is called."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,7 +36,7 @@ class SamplingParams:
     """How tokens are drawn. Raises `RequestError` where a value is out of its range.
 
     Attributes:
-      temperature: divides the logits; 0 means greedy.
+      temperature: divides the logits, at most 1e6; below 1e-5 means greedy.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens with at least this probability, in (0, 1].
       min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1].
@@ -61,15 +60,16 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{name} is {getattr(self, name)}: it must be {what}", name)
 
-        need(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            "a finite number from 0 up",
-        )
+        need(0 <= self.temperature <= 1e6, "temperature", "from 0 to 1e6")
         need(0 <= self.top_k <= INT32_MAX, "top_k", "0 (keep all) or a positive number")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
         need(1 <= self.max_tokens <= INT32_MAX, "max_tokens", "at least 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken. Dividing by less than this would overflow."""
+        return self.temperature < 1e-5
 
 
 @dataclass(frozen=True)

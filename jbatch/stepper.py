@@ -20,8 +20,7 @@ from jbatch.core.step import step
 from jbatch.programs import Program, Programs
 from jbatch.telemetry import Snapshot
 
-
-_CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
 """Lets XLA run independent loops of a step, such as attention's, on several cores."""
 
 

@@ -1,0 +1,1 @@
+"""The engine under `jit`: pure functions from pytrees to pytrees."""

@@ -6,6 +6,8 @@ one entry per slot: non-zero cancels its request.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +100,7 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
     split = config.max_admissions * _row_width(config)
     rows = inbox[:split].reshape(config.max_admissions, -1)
     cancel = inbox[split:] != 0
-    slots = slots.replace(phase=jnp.where(cancel, Phase.FREE, slots.phase))
+    slots = replace(slots, phase=jnp.where(cancel, Phase.FREE, slots.phase))
 
     def admit_row(slots: SlotTable, row: jax.Array) -> SlotTable:
         slot = row[0]
@@ -112,7 +114,7 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
             "stop_tokens": row[_SCALARS:_TOKENS],
             "tokens": row[_TOKENS:],
         }
-        return slots.replace(**{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
+        return replace(slots, **{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
 
     def admit_nth(i: jax.Array, slots: SlotTable) -> SlotTable:
         return admit_row(slots, rows[i])

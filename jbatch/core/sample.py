@@ -110,6 +110,9 @@ def top_p_threshold(ordered: jax.Array, weights: jax.Array, p: jax.Array) -> jax
     return _largest(ordered, enough)
 
 
+_Bounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 def _largest(ordered: jax.Array, enough: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
     """Bisects for the largest threshold [B] that keeps enough; `enough` also counts the tokens it keeps.
 
@@ -118,11 +121,11 @@ def _largest(ordered: jax.Array, enough: Callable[[jax.Array], tuple[jax.Array, 
     low, high = ordered.min(-1), ordered.max(-1) + 1
     rows, vocabulary = ordered.shape
 
-    def unsettled(bounds: tuple[jax.Array, ...]) -> jax.Array:
+    def unsettled(bounds: _Bounds) -> jax.Array:
         low, high, kept_low, kept_high = bounds
         return (_midpoint(low, high) > low) & (kept_low - kept_high > 1)
 
-    def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def halve(bounds: _Bounds) -> _Bounds:
         low, high, kept_low, kept_high = bounds
         middle = _midpoint(low, high)
         keeps, kept = enough(middle)

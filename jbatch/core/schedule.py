@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -70,7 +72,8 @@ def schedule(
 
     wait = jnp.where(who.resident & (rows.advance == 0), Wait.ROWS, who.wait)
     phase = jnp.where(who.admitted, Phase.RUNNING, jnp.where(who.preempted, Phase.WAITING, phase))
-    slots = slots.replace(
+    slots = replace(
+        slots,
         phase=phase[place],
         computed=computed[place],
         wait=wait[place],

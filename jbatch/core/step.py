@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -52,7 +54,7 @@ def step(
     state, plan = begin(state, inbox, config=config, bucket=bucket)
     logits, kv = forward(params, state.kv, make_batch(state.slots, plan, config))
     token, logprob = sample(logits, _sampling_rows(state.slots, plan))
-    return commit(state.replace(kv=kv), plan, token, logprob, config=config)
+    return commit(replace(state, kv=kv), plan, token, logprob, config=config)
 
 
 def begin(
@@ -61,7 +63,7 @@ def begin(
     """Admission and scheduling: the first half of a step."""
     slots = admit(state.slots, inbox, config)
     slots, pool, plan = schedule(slots, state.pool, config, bucket)
-    return state.replace(slots=slots, pool=pool), plan
+    return replace(state, slots=slots, pool=pool), plan
 
 
 def commit(
@@ -83,14 +85,15 @@ def commit(
 
     done = finish != Finish.NONE
     pool, page_table = release(state.pool, slots.page_table, done)
-    slots = slots.replace(
+    slots = replace(
+        slots,
         phase=jnp.where(done, Phase.FREE, slots.phase),
         computed=slots.computed + plan.advance,
         length=length,
         tokens=tokens,
         page_table=page_table,
     )
-    state = state.replace(slots=slots, pool=pool)
+    state = replace(state, slots=slots, pool=pool)
     return state, pack_outbox(state, plan, demand(slots, config), token, logprob, finish)
 
 

@@ -14,6 +14,8 @@ from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -101,7 +103,7 @@ class LlamaLayer(nnx.Module):
 class Llama(nnx.Module):
     """Embedding, layers, final norm and head (the embedding itself where weights are tied)."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype = FLOAT32):
         self.embedding = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
         self.layers = nnx.List([LlamaLayer(config, dtype) for _ in range(config.num_hidden_layers)])
         self.final_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))

@@ -38,17 +38,17 @@ def paged_prefill(
     queries at or past `lengths` give values of no meaning. Scores and sums are float32 whatever the dtypes.
     """
     groups = max(1, min(MAX_GROUPS, q.shape[0] // MIN_GROUP_ROWS))
-    parts = [jnp.array_split(x, groups) for x in (q, page_table, start, lengths)]
-    return jnp.concatenate([_attend(*part, k_pages, v_pages, scale=scale) for part in zip(*parts, strict=True)])
+    split = [jnp.array_split(x, groups) for x in (q, page_table, start, lengths)]
+    return jnp.concatenate([_attend(k_pages, v_pages, *rows, scale=scale) for rows in zip(*split, strict=True)])
 
 
 def _attend(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
     q: jax.Array,
     page_table: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
     *,
     scale: float,
 ) -> jax.Array:

@@ -174,9 +174,7 @@ class Host:
             self.live[slot] = shadow
             sampling = SamplingParams(max_tokens=shadow.limit - len(shadow.prompt), temperature=0.5)
             request = Request(shadow.prompt, sampling, shadow.priority)
-            inbox.admit(
-                slot, shadow.id, request, limit=shadow.limit, seed=shadow.id, stop_tokens=tuple(shadow.stops)
-            )
+            inbox.admit(slot, shadow.id, request, limit=shadow.limit, seed=shadow.id, stop_tokens=tuple(shadow.stops))
         return inbox
 
     def _settle(self, trace: Trace) -> None:
@@ -208,9 +206,7 @@ def steps_to_finish(host: Host) -> int:
     """
     per_step = host.config.largest_bucket.chunks * host.config.chunk_size
     requests = [*host.live.values(), *host.queue]
-    return sum(
-        -(-shadow.limit // per_step) + shadow.limit - len(shadow.known) + 1 + host.lag for shadow in requests
-    )
+    return sum(-(-shadow.limit // per_step) + shadow.limit - len(shadow.known) + 1 + host.lag for shadow in requests)
 
 
 # ---- checks ----
@@ -359,5 +355,3 @@ def _check_wait(host: Host, trace: Trace) -> None:
         else:
             assert wait[slot] in (Wait.PAGES, Wait.RUNNING_LIMIT)
             assert wait[slot] != Wait.RUNNING_LIMIT or everyone_runs, "fewer run than may"
-
-

@@ -87,9 +87,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.host.finished) + len(self.host.cancelled) == self.host.num_ids
         for finish in self.host.finished.values():
             TOTALS[finish[1].name] += 1
-        TOTALS.update(
-            steps=self.host.num_steps, preemptions=self.host.preemptions, cancelled=len(self.host.cancelled)
-        )
+        TOTALS.update(steps=self.host.num_steps, preemptions=self.host.preemptions, cancelled=len(self.host.cancelled))
 
 
 class RoomyMachine(Machine):
