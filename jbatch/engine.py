@@ -177,10 +177,12 @@ class Engine:
     def _turn(self) -> bool:
         """Dispatches a step if there is work, then reads the one before it; False once stopped and idle."""
         mail = Mail()
-        inbox = self._collect(mail)
-        if inbox is not None:
-            self._stepper.dispatch(inbox)
-        mail.deliver()
+        try:
+            inbox = self._collect(mail)
+            if inbox is not None:
+                self._stepper.dispatch(inbox)
+        finally:  # a request cancelled in the queue hears so even where the step fails
+            mail.deliver()
         behind = 1 if inbox is not None and self.config.overlap else 0
         while self._stepper.in_flight > behind:
             outbox, given = self._stepper.read()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from tiny import EOS, TINY, TINY_ENGINE, tiny_model
+from tiny import TINY, TINY_ENGINE, tiny_model
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.engine import Engine
+from jbatch.programs import Program
 from jbatch.request import Output, Request, SamplingParams
 
 PATIENCE = 60.0
@@ -30,10 +31,27 @@ def sizes(**changes: int | bool) -> OneBucket:
     return OneBucket(**{**vars(TINY_ENGINE), **changes})
 
 
+_COMPILED: dict[tuple[EngineConfig, Bucket], Program] = {}
+
+
+def make_engine(config: EngineConfig, report: Callable[[str], None] = print) -> Engine:
+    """A tiny engine, not started. Engines of the same sizes share their compiled programs, to save the tests time."""
+    engine = Engine(tiny_model(), config, report)
+    compile_bucket = engine._stepper.programs._compile_bucket
+
+    def compile_once(bucket: Bucket) -> Program:
+        if (config, bucket) not in _COMPILED:
+            _COMPILED[config, bucket] = compile_bucket(bucket)
+        return _COMPILED[config, bucket]
+
+    engine._stepper.programs._compile_bucket = compile_once
+    return engine
+
+
 @contextmanager
 def serving(config: EngineConfig) -> Iterator[Engine]:
     """A tiny engine that has compiled all its buckets."""
-    with Engine(tiny_model(), config) as engine:
+    with make_engine(config) as engine:
         engine.warm_up()
         yield engine
 
@@ -95,22 +113,26 @@ class Recorder:
 
 
 class Gate(Recorder):
-    """A sink that holds the engine's thread at its first token until `open`."""
+    """A sink that holds the engine's thread each time it has heard so many outputs, until `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *at: int) -> None:
         super().__init__()
-        self._reached, self._opened = threading.Event(), threading.Event()
+        self._at = at or (1,)
+        self._heard = 0
+        self._reached, self._opened = threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, outputs: list[Output]) -> None:
         super().__call__(outputs)
-        self._reached.set()
-        assert self._opened.wait(PATIENCE), "nobody opened the gate"
+        before, self._heard = self._heard, self._heard + len(outputs)
+        if any(before < at <= self._heard for at in self._at):
+            self._reached.release()
+            assert self._opened.acquire(timeout=PATIENCE), "nobody opened the gate"
 
     def wait(self) -> None:
-        assert self._reached.wait(PATIENCE), "the gate was never reached"
+        assert self._reached.acquire(timeout=PATIENCE), "the gate was never reached"
 
     def open(self) -> None:
-        self._opened.set()
+        self._opened.release()
 
 
 def assert_pages_free(engine: Engine) -> None:
@@ -119,6 +141,3 @@ def assert_pages_free(engine: Engine) -> None:
     assert np.asarray(state.pool.refs).tolist() == [1] + [0] * (engine.config.num_pages - 1)
     assert np.all(np.asarray(state.slots.page_table) == -1)
     assert np.all(np.asarray(state.slots.phase) == 0)
-
-
-__all__ = ["EOS", "Gate", "OneBucket", "Recorder", "assert_pages_free", "endless", "mixed_requests", "serving", "sizes"]

@@ -168,7 +168,7 @@ def _rows(length: jax.Array, computed: jax.Array, config: EngineConfig, bucket: 
         chunk=owner,
         chunk_start=jnp.where(idle, 0, start),
         chunk_len=jnp.where(idle, 0, tokens),
-        advance=jnp.where(decodes, 1, jnp.minimum(granted * chunk, missing) * (missing > 1)),
+        advance=jnp.where(decodes, 1, jnp.where(missing > 1, jnp.minimum(granted * chunk, missing), 0)),
         last_row=jnp.where(decodes, decode_row, bucket.decode + end - 1),
     )
 

@@ -78,7 +78,7 @@ def commit(
     index = jnp.arange(token.shape[0], dtype=jnp.int32)
     at = jnp.where(sampled, slots.length, slots.tokens.shape[1])  # past the end: dropped
     tokens = slots.tokens.at[index, at].set(token, mode="drop", unique_indices=True)
-    length = slots.length + sampled
+    length = slots.length + sampled.astype(jnp.int32)
     stopped = sampled & jnp.any(token[:, None] == slots.stop_tokens, axis=1)
     full = sampled & (length >= slots.limit)
     finish = jnp.where(stopped, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NONE)).astype(jnp.int32)

