@@ -39,9 +39,9 @@ class Settings:
     """Name, path or hub id of the model."""
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Requests at once; 1 is the serial baseline."""
-    requests: int = 128
+    requests: int = 96
     """Requests at each level."""
-    max_tokens: int = 64
+    max_tokens: int = 128
     """Tokens each request generates; the end-of-sequence token does not end it."""
     quick: bool = False
     """A short look: fewer levels, requests and tokens."""
@@ -52,7 +52,7 @@ class Settings:
 def main(settings: Settings) -> None:
     """Runs every level and writes the results."""
     if settings.quick:
-        settings = Settings(settings.model, (1, 8, 32), 32, 16, True, settings.out)
+        settings = Settings(settings.model, (1, 8, 32), 32, 32, True, settings.out)
     enable_persistent_cache()
     loaded = load_model(settings.model, report=_say)
     sampling = SamplingParams(temperature=0, max_tokens=settings.max_tokens, ignore_eos=True)

@@ -20,10 +20,6 @@ from jbatch.core.step import step
 from jbatch.programs import Program, Programs
 from jbatch.telemetry import Snapshot
 
-_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
-"""Lets XLA run independent loops of a step, such as attention's, on several cores."""
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """A dispatched step that the host has not read."""
@@ -119,10 +115,9 @@ def _compiler(model: Model, state: EngineState, config: EngineConfig) -> Callabl
     """A function that compiles the step of a bucket; it holds shapes only, so the state may be donated meanwhile."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, state))
     inbox = jax.ShapeDtypeStruct((inbox_size(config),), jnp.int32)
-    options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
 
     def compile_bucket(bucket: Bucket) -> Program:
         run = partial(step, forward=model.forward, config=config, bucket=bucket)
-        return jax.jit(run, donate_argnums=1).lower(*shapes, inbox).compile(options)
+        return jax.jit(run, donate_argnums=1).lower(*shapes, inbox).compile()
 
     return compile_bucket

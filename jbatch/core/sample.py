@@ -164,7 +164,8 @@ def invert_cumulative(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 def _pass(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First index at which the cumulative sum exceeds `target`, and what of the target lies within that entry."""
     total = jnp.cumsum(weights, axis=-1)
+    passed = (total > target[:, None]) & (weights > 0)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-    index = jnp.minimum(jnp.sum(total <= target[:, None], axis=-1), last)
+    index = jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
     before = jnp.take_along_axis(total - weights, index[:, None], axis=-1)[:, 0]
     return index, jnp.maximum(target - before, 0.0)

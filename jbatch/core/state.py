@@ -87,7 +87,7 @@ class PagePool:
 class KVPages:
     """Keys and values, one array a layer so that each is updated in place."""
 
-    k: tuple[jax.Array, ...]  # each [P, kv_heads, page_size, head_dim]
+    k: tuple[jax.Array, ...]  # each [P, page_size, kv_heads, head_dim]
     v: tuple[jax.Array, ...]
 
 

@@ -137,7 +137,7 @@ def make_forward(config: LlamaConfig) -> Forward:
 
 def init_kv(config: LlamaConfig, dtype: jnp.dtype, num_pages: int, page_size: int) -> KVPages:
     """Empty pages. Zeros, never uninitialised memory: a masked weight of 0 times NaN would be NaN."""
-    shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
+    shape = (num_pages, page_size, config.num_key_value_heads, config.head_dim)
 
     def layers() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))

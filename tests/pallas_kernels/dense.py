@@ -12,8 +12,8 @@ class Problem:
     """Requests of some lengths whose pages lie scattered among pages full of not-a-numbers."""
 
     q: np.ndarray  # [C, Q, H, D]
-    k_pages: np.ndarray  # [P, K, page_size, D]
-    v_pages: np.ndarray  # [P, K, page_size, D]
+    k_pages: np.ndarray  # [P, page_size, K, D]
+    v_pages: np.ndarray  # [P, page_size, K, D]
     page_table: np.ndarray  # [C, N], -1 where unused
     start: np.ndarray  # [C]
     lengths: np.ndarray  # [C]
@@ -34,11 +34,11 @@ class Problem:
         return (position < self.lengths[:, None]) | (self.lengths == 0)[:, None]
 
     def _attend(self, row: int, query: int, length: int) -> np.ndarray:
-        page_size = self.k_pages.shape[2]
+        page_size = self.k_pages.shape[1]
         at = np.arange(length)
         pages = self.page_table[row, at // page_size]
-        keys = self.k_pages[pages, :, at % page_size].astype(np.float64)  # [length, K, D]
-        values = self.v_pages[pages, :, at % page_size].astype(np.float64)
+        keys = self.k_pages[pages, at % page_size].astype(np.float64)  # [length, K, D]
+        values = self.v_pages[pages, at % page_size].astype(np.float64)
         heads = self.q.shape[2]
         group = heads // keys.shape[1]
         out = np.zeros(self.q.shape[2:])
@@ -66,7 +66,7 @@ def make_problem(
     needed = [-(-length // page_size) for length in lengths]
     width = width or max(1, *needed)
     total = sum(needed) + 4
-    shape = (total, kv_heads, page_size, dim)
+    shape = (total, page_size, kv_heads, dim)
     k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
     table = np.full((len(lengths), width), -1, np.int32)
     ids = iter(rng.permutation(np.arange(1, total)))
@@ -74,8 +74,8 @@ def make_problem(
         for column in range(needed[row]):
             page = table[row, column] = next(ids)
             used = min(page_size, length - column * page_size)
-            k_pages[page, :, :used] = rng.standard_normal((kv_heads, used, dim))
-            v_pages[page, :, :used] = rng.standard_normal((kv_heads, used, dim))
+            k_pages[page, :used] = rng.standard_normal((used, kv_heads, dim))
+            v_pages[page, :used] = rng.standard_normal((used, kv_heads, dim))
     q = rng.standard_normal((len(lengths), queries, kv_heads * group, dim)).astype(np.float32) * 2
     return Problem(q, k_pages, v_pages, table, np.int32(starts), np.int32(lengths), dim**-0.5)
 

@@ -14,7 +14,7 @@ def written_by_a_loop(pages: np.ndarray, new: np.ndarray, page: np.ndarray, offs
     pages = pages.copy()
     for token in range(len(page)):
         if page[token] >= 0:
-            pages[page[token], :, offset[token]] = new[token]
+            pages[page[token], offset[token]] = new[token]
     return pages
 
 
@@ -28,7 +28,7 @@ def test_tokens_land_in_their_places_and_nothing_else_changes(
     places = rng.choice(num_pages * page_size, tokens, replace=False)
     page = np.where(rng.random(tokens) < skipped, -1, places // page_size).astype(np.int32)
     offset = (places % page_size).astype(np.int32)
-    k_pages, v_pages = rng.standard_normal((2, num_pages, kv_heads, page_size, dim)).astype(np.float32)
+    k_pages, v_pages = rng.standard_normal((2, num_pages, page_size, kv_heads, dim)).astype(np.float32)
     k_new, v_new = rng.standard_normal((2, tokens, kv_heads, dim)).astype(np.float32)
     k_out, v_out = jax.jit(kv_write)(k_new, v_new, k_pages, v_pages, page, offset)
     np.testing.assert_array_equal(k_out, written_by_a_loop(k_pages, k_new, page, offset))
@@ -36,16 +36,16 @@ def test_tokens_land_in_their_places_and_nothing_else_changes(
 
 
 def test_the_last_place_of_the_last_page_is_written_and_a_skip_never_wraps_to_it() -> None:
-    pages = np.zeros((3, 1, 8, 4), np.float32)
+    pages = np.zeros((3, 8, 1, 4), np.float32)
     new = np.ones((2, 1, 4), np.float32)
     for page, expected in [([2, -1], 4.0), ([-1, -1], 0.0)]:
         out, _ = jax.jit(kv_write)(new, new, pages, pages, np.int32(page), np.int32([7, 7]))
-        assert float(out.sum()) == float(out[2, :, 7].sum()) == expected
+        assert float(out.sum()) == float(out[2, 7].sum()) == expected
 
 
 def test_values_are_cast_to_the_pages_dtype() -> None:
     new = np.full((1, 1, 4), 1 + 2.0**-10, np.float32)
-    pages = jnp.zeros((2, 1, 8, 4), jnp.bfloat16)
+    pages = jnp.zeros((2, 8, 1, 4), jnp.bfloat16)
     out, _ = kv_write(new, new, pages, pages, np.int32([1]), np.int32([0]))
     assert out.dtype == jnp.bfloat16
     assert float(out[1, 0, 0, 0]) == 1.0

@@ -21,6 +21,7 @@ SHAPES = [
     {"kv_heads": 2, "group": 1, "dim": 16, "page_size": 8},
     {"kv_heads": 3, "group": 3, "dim": 64, "page_size": 16},
     {"kv_heads": 1, "group": 7, "dim": 16, "page_size": 64},
+    {"kv_heads": 5, "group": 2, "dim": 16, "page_size": 16},
     {"kv_heads": 2, "group": 7, "dim": 64, "page_size": 8},
     {"kv_heads": 1, "group": 1, "dim": 64, "page_size": 128},
 ]
