@@ -52,19 +52,27 @@ class LoadResult:
     """What one run of `closed_loop` saw."""
 
     concurrency: int
-    wall_seconds: float
+    begun: float
+    drained: float
+    """When the last request was sent: from then on clients fall idle, which would count against concurrency."""
     timelines: list[Timeline]
     before: Snapshot
     after: Snapshot
+    """As of `drained`."""
 
     @property
-    def output_tokens_per_second(self) -> float:
-        """Throughput over the whole run, its ramps included."""
-        return sum(len(line.tokens) for line in self.timelines) / self.wall_seconds
+    def seconds(self) -> float:
+        """Time during which every client was busy."""
+        return self.drained - self.begun
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came while every client was busy."""
+        return sum(at <= self.drained for line in self.timelines for at in line.tokens)
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that went through the model, prompt and output."""
+        """Tokens that went through the model while every client was busy, prompt and output."""
         return sum(
             getattr(self.after, name) - getattr(self.before, name) for name in ("decode_tokens", "prefill_tokens")
         )
@@ -91,7 +99,8 @@ def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -
             begun = time.perf_counter()
             timelines[engine.submit(request, lambda news: inbox.put((time.perf_counter(), news)))] = Timeline(begun, [])
 
-    before, begun = engine.snapshot(), time.perf_counter()
+    before = after = engine.snapshot()
+    begun = drained = time.perf_counter()
     for _ in range(concurrency):
         submit()
     finished = 0
@@ -104,6 +113,7 @@ def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -
                 if output.finish_reason is not None:
                     finished += 1
                     bar.update()
-                    submit()
-    wall = time.perf_counter() - begun
-    return LoadResult(concurrency, wall, list(timelines.values()), before, engine.snapshot())
+                    if len(timelines) < len(requests):
+                        submit()
+                        after, drained = engine.snapshot(), at
+    return LoadResult(concurrency, begun, drained, list(timelines.values()), before, after)

@@ -6,12 +6,19 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import tyro
+
+from jbatch.config import UserError
+
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -28,6 +35,20 @@ def setting() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
+
+
+def run(main: Callable[[T], None], settings: type[T], description: str | None) -> None:
+    """An experiment's command line: parses its settings and runs it. A `UserError` is one line and exit code 2."""
+    try:
+        main(tyro.cli(settings, description=description))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def settings_of(settings: Any) -> dict[str, Any]:
+    """An experiment's settings for its JSON, without the folder it writes to."""
+    return {name: value for name, value in asdict(settings).items() if name != "out"}
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

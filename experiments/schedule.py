@@ -1,14 +1,14 @@
 """What does scheduling cost? Times the whole step, and the same step without the model and without sampling.
 
-Fills every running slot, then repeats the decode step of the largest such bucket. The schedule part is all that is
-not the model: taking the inbox in, ordering, residency, rows, pages, commit and outbox.
+Fills every running slot, then repeats the decode step. The schedule part is all but the forward pass and sampling:
+taking the inbox in, ordering, residency, rows, pages, the batch's tokens and tables, commit and outbox.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from experiments.load import chat_prompts
-from experiments.report import RESULTS, table, write_json
-from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig, UserError
+from experiments.report import RESULTS, run, settings_of, table, write_json
+from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
 from jbatch.core.inbox import InboxBuilder
 from jbatch.core.state import EngineState, KVPages, Model, init_state
-from jbatch.core.step import begin, commit, step
+from jbatch.core.step import begin, commit, make_batch, step
 from jbatch.models.load import load_model
 from jbatch.request import Request, SamplingParams
 
@@ -39,7 +38,7 @@ class Settings:
     running: int = 64
     """Running slots, a power of two."""
     context: int = 128
-    """Tokens each slot holds at first; prompts are cut to it."""
+    """Tokens each slot holds at first; prompts are repeated or cut to it."""
     repeats: int = 25
     """Steps timed of each kind, in turns."""
     out: Path = RESULTS
@@ -50,7 +49,9 @@ def main(settings: Settings) -> None:
     """Times both steps in turns and writes the medians."""
     loaded = load_model(settings.model, report=lambda line: print(line, file=sys.stderr))
     config = replace(EngineConfig(), max_running=settings.running, max_slots=2 * settings.running)
-    prompts = [prompt[: settings.context] for prompt in chat_prompts(loaded.tokenizer, settings.running)]
+    prompts = [
+        (prompt * settings.context)[: settings.context] for prompt in chat_prompts(loaded.tokenizer, settings.running)
+    ]
     seconds = measure(loaded.for_engine(), config, prompts, settings.repeats)
     whole, schedule = (median(seconds[name]) for name in ("step", "schedule"))
     rows = [
@@ -62,7 +63,7 @@ def main(settings: Settings) -> None:
     print(f"\nThat scheduling takes under {CLAIM:.0%} of a step {holds}.")
     write_json(
         settings.out / "schedule.json",
-        {"settings": {**asdict(settings), "out": None}, "step_seconds": whole, "schedule_seconds": schedule},
+        {"settings": settings_of(settings), "step_seconds": whole, "schedule_seconds": schedule},
     )
 
 
@@ -93,8 +94,11 @@ def _schedule_only(
     state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
 ) -> tuple[EngineState, jax.Array]:
     state, plan = begin(state, inbox, config=config, bucket=bucket)
+    batch = make_batch(state.slots, plan, config)
+    # Some token made from all of the batch, so that nothing of it is left out as unused.
+    token = 2 + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(batch)) % 2
     rows = bucket.decode + bucket.chunks
-    return commit(state, plan, jnp.full(rows, 2, jnp.int32), jnp.zeros(rows, jnp.float32), config=config)
+    return commit(state, plan, jnp.full(rows, token, jnp.int32), jnp.zeros(rows, jnp.float32), config=config)
 
 
 def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]) -> EngineState:
@@ -115,7 +119,4 @@ def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main, Settings, __doc__)

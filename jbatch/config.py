@@ -46,9 +46,9 @@ class EngineConfig:
     """Sizes of the engine; all are fixed for its life, since they are shapes of compiled programs."""
 
     max_model_len: int = 2048
-    """Most tokens of one request, prompt and output together."""
+    """Most tokens of one request, prompt and output together; a model that knows fewer positions lowers it."""
     max_running: int = 64
-    """Most requests that hold pages at once (rounded up to a power of two)."""
+    """Most requests that hold pages at once."""
     max_slots: int = 0
     """Most requests resident on the device: running, or waiting there in policy order. 0: twice `max_running`."""
     max_queue: int = 1024
@@ -60,7 +60,7 @@ class EngineConfig:
     chunk_size: int = 32
     """Prompt tokens in one prefill row, a multiple of the page size."""
     max_chunks: int = 8
-    """Most prefill rows in one step (rounded up to a power of two)."""
+    """Most prefill rows in one step; the largest step has the next power of two."""
     max_admissions: int = 8
     """Most requests that enter the device in one step."""
     overlap: bool = True
@@ -80,8 +80,11 @@ class EngineConfig:
             )
         if self.max_slots < self.max_running:
             raise UserError(f"max_slots is {self.max_slots}: it must be at least max_running, {self.max_running}, or 0")
-        if self.num_pages < 2:
-            raise UserError(f"num_pages is {self.num_pages}: it must be at least 2, since page 0 is reserved")
+        if self.max_request_len < 2:
+            raise UserError(
+                f"num_pages is {self.num_pages} and max_model_len is {self.max_model_len}: there must be room for a "
+                "prompt of one token and its answer, and page 0 is reserved"
+            )
 
     @property
     def pages_per_slot(self) -> int:
@@ -106,7 +109,8 @@ class EngineConfig:
         row is cheap beside a chunk, and every shape costs seconds to compile.
         """
         rows, chunks = _powers_of_two(self.max_running), _powers_of_two(self.max_chunks)
-        mixed = [Bucket(r, c) for r in {rows[-4:][0], *rows[-2:]} for c in chunks[-3:]]
+        few, half, all_ = rows[max(0, len(rows) - 4)], rows[max(0, len(rows) - 2)], rows[-1]
+        mixed = [Bucket(r, c) for r in {few, half, all_} for c in chunks]
         return tuple(sorted([Bucket(r, 0) for r in rows] + mixed, key=self.rows))
 
     def rows(self, bucket: Bucket) -> int:

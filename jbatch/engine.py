@@ -35,6 +35,9 @@ class Engine:
 
     def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None] = lambda line: None) -> None:
         """`report` takes a line for each phase of the start, and for a failure."""
+        if config.max_model_len > model.max_len:
+            report(f"load: max_model_len is {model.max_len}, since this model goes no further")
+            config = replace(config, max_model_len=model.max_len)
         self.config = config
         self._model = model
         self._report = report
@@ -52,10 +55,16 @@ class Engine:
     # ---- any thread ----
 
     def start(self) -> None:
-        """Compiles the largest step and begins to serve. Smaller steps follow in the background."""
+        """Compiles the largest step and begins to serve. Smaller steps follow in the background.
+
+        Raises `EngineStoppedError` where it was stopped before: an engine runs once.
+        """
         self._stepper.programs.start()
-        self._accepting = True
-        self._thread.start()
+        with self._lock:
+            if self._stopping:
+                raise EngineStoppedError("the engine was stopped: make a new one")
+            self._accepting = True
+            self._thread.start()
 
     def stop(self, *, drain: bool = True) -> None:
         """Takes no more requests, finishes those it has (or cancels them, without `drain`), and ends the threads."""
@@ -124,15 +133,21 @@ class Engine:
 
         ids: list[int] = []
         finished = 0
-        for request in requests:
-            while True:
-                try:
-                    ids.append(self.submit(request, inbox.put))
-                    break
-                except QueueFullError:
-                    if finished == len(ids):  # the queue is full of others' requests
-                        raise
-                    finished += receive()
+        sink = inbox.put
+        try:
+            for request in requests:
+                while True:
+                    try:
+                        ids.append(self.submit(request, sink))
+                        break
+                    except QueueFullError:
+                        if finished == len(ids):  # the queue is full of others' requests
+                            raise
+                        finished += receive()
+        except Exception:
+            for id_ in ids:
+                self.cancel(id_)
+            raise
         while finished < len(ids):
             finished += receive()
         return [_completion(outputs[id_]) for id_ in ids]
@@ -182,13 +197,13 @@ class Engine:
             if inbox is not None:
                 self._stepper.dispatch(inbox)
         finally:  # a request cancelled in the queue hears so even where the step fails
-            mail.deliver()
+            mail.deliver(self._report)
         behind = 1 if inbox is not None and self.config.overlap else 0
         while self._stepper.in_flight > behind:
             outbox, given = self._stepper.read()
             mail = Mail()
             self._residents.settle(outbox, given.cancelled, mail)
-            mail.deliver()
+            mail.deliver(self._report)
         return not self._stopped()
 
     def _collect(self, mail: Mail) -> InboxBuilder | None:
@@ -238,7 +253,7 @@ class Engine:
             while self._ingress:
                 mail.add(self._ingress.pop(), None, 0.0, "error")
         self._residents.end_all("error", mail)
-        mail.deliver()
+        mail.deliver(self._report)
 
 
 def _completion(outputs: list[Output]) -> Completion:

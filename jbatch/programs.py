@@ -14,10 +14,10 @@ from jbatch.config import Bucket, EngineConfig, cache_dir
 Program = Callable[..., Any]
 
 
-def enable_persistent_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, so that the next start need not compile them."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+def _keep_compiled_programs() -> None:
+    """Lets the next start take compiled programs from the user's cache directory, unless JAX has one set already."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
 
 
 class Programs:
@@ -30,11 +30,13 @@ class Programs:
         self._compile_bucket = compile_bucket
         self._report = report
         self._ready: dict[Bucket, Program] = {}  # replaced whole, so readers need no lock
+        self._failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._specialise, name="jbatch-specialise")
 
     def start(self) -> None:
         """Compiles the largest bucket, which serves any demand, then starts on the others in the background."""
+        _keep_compiled_programs()
         self._compile(self._config.largest_bucket)
         self._thread.start()
 
@@ -43,8 +45,10 @@ class Programs:
         self._stop.set()
 
     def wait(self) -> None:
-        """Blocks until every bucket is compiled, or `stop` is called."""
+        """Blocks until every bucket is compiled. Raises what kept one from it, unless `stop` did."""
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -67,8 +71,12 @@ class Programs:
         )
 
     def _specialise(self) -> None:
-        for bucket in self._config.buckets:
-            if self._stop.is_set():
-                return
-            if bucket not in self._ready:
-                self._compile(bucket)
+        try:
+            for bucket in self._config.buckets:
+                if self._stop.is_set():
+                    return
+                if bucket not in self._ready:
+                    self._compile(bucket)
+        except Exception as error:  # the buckets there are go on serving
+            self._failure = error
+            self._report(f"compile: failed, larger steps will do ({type(error).__name__}: {error})".splitlines()[0])

@@ -64,11 +64,12 @@ class SamplingParams:
         need(0 <= self.top_k <= INT32_MAX, "top_k", "0 (keep all) or a positive number")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        need(self.seed is None or isinstance(self.seed, int), "seed", "a whole number")
         need(1 <= self.max_tokens <= INT32_MAX, "max_tokens", "at least 1")
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken. Dividing by less than this would overflow."""
+        """Whether the most likely token is always taken."""
         return self.temperature < 1e-5
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +23,20 @@ class Mail:
     """Outputs of one step, gathered by sink so that each sink is called once."""
 
     def __init__(self) -> None:
-        self._by_sink: dict[Sink, list[Output]] = defaultdict(list)
+        self._by_sink: dict[int, tuple[Sink, list[Output]]] = {}
 
     def add(self, ticket: Ticket, token: int | None, logprob: float, finish: FinishReason | None) -> None:
         """Adds one output."""
-        self._by_sink[ticket.sink].append(Output(ticket.id, token, logprob, finish))
+        _, outputs = self._by_sink.setdefault(id(ticket.sink), (ticket.sink, []))
+        outputs.append(Output(ticket.id, token, logprob, finish))
 
-    def deliver(self) -> None:
-        """Calls every sink."""
-        for sink, outputs in self._by_sink.items():
-            sink(outputs)
+    def deliver(self, report: Callable[[str], None]) -> None:
+        """Calls every sink. One that raises, against its contract, is reported and costs only its own outputs."""
+        for sink, outputs in self._by_sink.values():
+            try:
+                sink(outputs)
+            except Exception as error:
+                report(f"a sink failed ({type(error).__name__}: {error})".splitlines()[0])
 
 
 @dataclass

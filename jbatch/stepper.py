@@ -20,6 +20,7 @@ from jbatch.core.step import step
 from jbatch.programs import Program, Programs
 from jbatch.telemetry import Snapshot
 
+
 @dataclass(frozen=True)
 class _InFlight:
     """A dispatched step that the host has not read."""
@@ -86,17 +87,20 @@ class Stepper:
             places -= len(entering)
             decodes += len(entering)
             chunks = max(chunks + sum(entering) - done, 0)
-        return Bucket(min(decodes, self._config.max_running), chunks)
+        # Rounded down to a power of two, so that chunk rows are full: the rest follows in the next step, which costs
+        # less than rows of padding.
+        chunks = min(chunks, self._config.max_chunks)
+        return Bucket(min(decodes, self._config.max_running), 1 << chunks.bit_length() >> 1)
 
     def _account(self, bucket: Bucket) -> None:
         last, total = self._last, self.telemetry
         phase = last.column("phase")
-        reasons = np.bincount(last.column("wait")[phase != Phase.FREE], minlength=len(Wait))
+        reasons = np.bincount(last.column("wait_reason")[phase != Phase.FREE], minlength=len(Wait))
         self.telemetry = replace(
             total,
             running=int(np.count_nonzero(phase == Phase.RUNNING)),
             waiting=int(np.count_nonzero(phase == Phase.WAITING)),
-            waiting_by_reason={reason.name.lower(): int(reasons[reason]) for reason in Wait if reason},
+            stalled_by_reason={reason.name.lower(): int(reasons[reason]) for reason in Wait if reason},
             pages_free=last.counter("free_pages"),
             steps=total.steps + 1,
             decode_tokens=total.decode_tokens + last.counter("decode_tokens"),
@@ -105,7 +109,6 @@ class Stepper:
             output_tokens=total.output_tokens + len(last.news()),
             finished=total.finished + int(np.count_nonzero(last.column("finish"))),
             preemptions=total.preemptions + last.counter("preempted"),
-            buckets=self.programs.buckets,
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
         )

@@ -15,7 +15,7 @@ class Snapshot:
     """Requests in a slot that hold no pages."""
     running: int = 0
     """Requests that hold pages."""
-    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    stalled_by_reason: dict[str, int] = field(default_factory=dict)
     """Slots that computed nothing in the last step, by reason."""
     pages_total: int = 0
     """Pages that can be handed out; the reserved page does not count."""

@@ -119,7 +119,10 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        # No token of a prompt stands for more characters: a byte-level token has one for each byte.
+        self.longest_token = max(map(len, vocabulary), default=0)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:

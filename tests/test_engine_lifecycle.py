@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from engines import PATIENCE, Gate, Recorder, assert_pages_free, endless, make_engine, mixed_requests, serving, sizes
-from tiny import EOS, TINY
+from tiny import EOS, TINY, tiny_model
 
+from jbatch.config import EngineConfig, UserError
 from jbatch.engine import Engine
 from jbatch.programs import Programs
 from jbatch.request import EngineStoppedError, Output, QueueFullError, Request, RequestError, SamplingParams
@@ -352,3 +354,58 @@ def wait_until(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.001)
+
+
+def test_a_model_that_knows_fewer_positions_lowers_the_longest_request() -> None:
+    said: list[str] = []
+    model = replace(tiny_model(), max_len=48)
+    assert Engine(model, SMALL, said.append).config.max_model_len == 48
+    assert len(said) == 1 and "48" in said[0]
+    assert Engine(model, replace(SMALL, max_model_len=32), said.append).config.max_model_len == 32
+    assert len(said) == 1
+
+
+def test_a_sink_that_raises_costs_nobody_else_a_token() -> None:
+    lines: list[str] = []
+    with make_engine(SMALL, lines.append) as engine:
+        good = Recorder()
+
+        def bad(outputs: list[Output]) -> None:
+            raise RuntimeError("a sink must not raise")
+
+        engine.submit(endless(3), bad)
+        id_ = engine.submit(endless(3), good)
+        good.wait_for([id_])
+        good.check(id_, "length")
+        assert engine.accepting
+    assert any("a sink must not raise" in line for line in lines)
+
+
+def test_an_engine_runs_once() -> None:
+    engine = make_engine(SMALL)
+    engine.start()
+    engine.stop()
+    with pytest.raises(EngineStoppedError):
+        engine.start()
+    assert not engine.accepting
+
+
+def test_generate_leaves_nothing_running_when_a_request_is_refused(engine: Engine) -> None:
+    impossible = replace(endless(3), prompt=(TINY.vocab_size,))
+    with pytest.raises(RequestError):
+        engine.generate([endless(100), impossible])
+    deadline = time.monotonic() + PATIENCE
+    while engine.snapshot().pages_free != engine.snapshot().pages_total:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_seed_is_a_whole_number() -> None:
+    with pytest.raises(RequestError, match="seed"):
+        SamplingParams(seed=1.5)  # type: ignore[arg-type]
+
+
+def test_there_must_be_room_for_a_prompt_and_its_answer() -> None:
+    for wrong in ({"num_pages": 2, "page_size": 1, "chunk_size": 1}, {"max_model_len": 1}):
+        with pytest.raises(UserError, match="room"):
+            EngineConfig(**wrong)

@@ -23,7 +23,7 @@ TINY = LlamaConfig(
     head_dim=16,
     rope_theta=10_000.0,
     rms_norm_eps=1e-5,
-    max_position_embeddings=512,
+    max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
 EOS = 1

@@ -1,1 +1,1 @@
-"""The engine under `jit`: pure functions from pytrees to pytrees."""
+"""The engine under `jit`: pure functions from pytrees to pytrees, and the host's view of their two buffers."""

@@ -80,11 +80,8 @@ class InboxBuilder:
             sampling.top_k,
             seed,
         )
-        row[len(FIELDS) : _SCALARS].view(np.float32)[:] = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-        )
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        row[len(FIELDS) : _SCALARS].view(np.float32)[:] = (temperature, sampling.top_p, sampling.min_p)
         row[_SCALARS:_TOKENS] = NO_TOKEN
         row[_SCALARS : _SCALARS + len(stop_tokens)] = stop_tokens
         row[_TOKENS : _TOKENS + len(request.prompt)] = request.prompt
@@ -110,7 +107,7 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
             "phase": jnp.int32(Phase.WAITING),
             "length": column["prompt_len"],
             "computed": jnp.int32(0),
-            "wait": jnp.int32(0),
+            "wait_reason": jnp.int32(0),
             "stop_tokens": row[_SCALARS:_TOKENS],
             "tokens": row[_TOKENS:],
         }

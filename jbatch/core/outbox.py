@@ -22,7 +22,7 @@ COUNTERS = (
     "next_chunks",
     "next_places",
 )
-COLUMNS = ("token", "logprob", "finish", "phase", "wait")
+COLUMNS = ("token", "logprob", "finish", "phase", "wait_reason")
 
 
 def pack_outbox(
@@ -50,7 +50,7 @@ def pack_outbox(
         lax.bitcast_convert_type(logprob, jnp.int32),
         finish,
         slots.phase,
-        slots.wait,
+        slots.wait_reason,
     )
     return jnp.concatenate([jnp.stack(counters), *columns])
 

@@ -76,7 +76,7 @@ def schedule(
         slots,
         phase=phase[place],
         computed=computed[place],
-        wait=wait[place],
+        wait_reason=wait[place],
         page_table=page_table,
     )
     samples = (rows.advance > 0) & (computed + rows.advance == length)
@@ -152,6 +152,10 @@ def _rows(length: jax.Array, computed: jax.Array, config: EngineConfig, bucket: 
     decodes = missing == 1
     decode_row = jnp.cumsum(decodes, dtype=jnp.int32) - 1
     decodes &= decode_row < bucket.decode
+    decode = compact(decodes, bucket.decode)
+    # Rows in order of length, idle ones first: attention can then leave the short ones behind.
+    by_length = jnp.argsort(jnp.append(length, 0)[decode])
+    decode_row = jnp.argsort(by_length)[jnp.minimum(decode_row, bucket.decode - 1)]
 
     chunks = _chunks(missing, chunk)
     first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks
@@ -164,7 +168,7 @@ def _rows(length: jax.Array, computed: jax.Array, config: EngineConfig, bucket: 
     tokens = jnp.minimum(chunk, length[owner_or_last] - start)
     idle = owner == length.shape[0]
     return _Rows(
-        decode=compact(decodes, bucket.decode),
+        decode=decode[by_length],
         chunk=owner,
         chunk_start=jnp.where(idle, 0, start),
         chunk_len=jnp.where(idle, 0, tokens),

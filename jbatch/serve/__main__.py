@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from jbatch.serve.sockets import bind
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half written is removed
     try:
         config = parse(arguments)
         with bind(config.host, config.port) as sock:

@@ -25,8 +25,11 @@ async def completions(http: Request, body: CompletionRequest) -> Response:
     """Continues a text or token ids, or each of several, whole or as a stream of server-sent events."""
     service = Service.of(http)
     service.check_model(body.model)
-    most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    requests = [body.engine_request(prompt, most) for prompt in _prompts(service, body)]
+    prompts = _prompts(service, body)
+    if body.max_tokens is None:
+        requests = [body.engine_request(prompt, min(MAX_TOKENS, service.room(prompt))) for prompt in prompts]
+    else:
+        requests = [body.engine_request(prompt, body.max_tokens) for prompt in prompts]
     head: dict[str, Any] = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from jbatch.request import EngineStoppedError, QueueFullError, RequestError
@@ -66,11 +66,12 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _respond)
 
 
-async def _respond(request: Request, error: Exception) -> JSONResponse:
+async def _respond(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         error = HTTPException(error.status_code, f"{error.detail}: {request.method} {request.url.path}", error.headers)
     told = describe(error)
-    return JSONResponse(told.body, told.status, told.headers)
+    body = json.dumps(told.body).encode()  # ASCII: a message may quote half of a surrogate pair
+    return Response(body, told.status, told.headers, media_type="application/json")
 
 
 def _unavailable(message: str, code: str, retry_after: int) -> ApiError:

@@ -156,7 +156,7 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in counters.items():
             yield self._filled(CounterMetricFamily(f"jbatch:{name}", text, labels=("model_name",)), value)
-        yield self._reasons({"slot": now.queued, **now.waiting_by_reason})
+        yield self._reasons({"slot": now.queued, **now.stalled_by_reason})
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric((self._model_name,), value)
@@ -164,7 +164,7 @@ class _EngineCollector(Collector):
 
     def _reasons(self, counts: dict[str, int]) -> Metric:
         family = GaugeMetricFamily(
-            "jbatch:num_requests_waiting_by_reason",
+            "jbatch:num_requests_stalled_by_reason",
             "Requests that computed nothing in the last step, by what they lacked.",
             labels=("model_name", "reason"),
         )

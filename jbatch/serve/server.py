@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -42,6 +43,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
         if self._signals == 2:
             # With their requests cancelled, connections close by themselves. In a thread, since it waits for that.
-            threading.Thread(target=self._engine.stop, kwargs={"drain": False}, daemon=True).start()
+            threading.Thread(target=self._end_requests, daemon=True).start()
         elif self._signals > 2:  # a client that does not read, or the compiler, holds up the end
             os._exit(128 + sig)
+
+    def _end_requests(self) -> None:
+        self._engine.stop(drain=False)
+        time.sleep(1)  # for connections to say so
+        self.force_exit = True  # those that remain wait for a client that sends or reads nothing

@@ -30,6 +30,7 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = Metrics(engine, name)
         self.card = ModelCard(id=name, created=int(time.time()), max_model_len=engine.config.max_request_len)
+        self._most_characters = engine.config.max_request_len * tokenizer.longest_token
         self._streams = Streams(engine, self.metrics)
 
     @classmethod
@@ -45,7 +46,14 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Token ids of `text`. Raises `RequestError` where it is not Unicode text."""
+        """Token ids of `text`. Raises `RequestError` where it is not Unicode text, or longer than could ever fit.
+
+        Encoding holds up the event loop, so a text that cannot fit is refused before.
+        """
+        if len(text) > self._most_characters:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: that is more than {self.card.max_model_len} tokens", "prompt"
+            )
         try:
             return self.tokenizer.encode(text, add_special=add_special)
         except (UnicodeEncodeError, TypeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 
@@ -13,7 +12,6 @@ from jbatch.config import EngineConfig, UserError
 from jbatch.core.state import Model
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
-from jbatch.programs import enable_persistent_cache
 from jbatch.serve.app import create_app
 from jbatch.serve.config import ServeConfig
 from jbatch.serve.server import Server
@@ -24,7 +22,6 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
     """Loads, compiles, and serves on a bound socket until a signal ends it. Raises `UserError`."""
     report(f"load: {config.model} as {config.dtype}")
     loaded = load_model(config.model, dtype=config.dtype, report=report)
-    enable_persistent_cache()
     engine = _started(config.engine, loaded.for_engine(), report)
     name = config.served_model_name or loaded.name
 
@@ -41,27 +38,16 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
         engine.stop(drain=False)
 
 
-def fit(config: EngineConfig, positions: int, report: Callable[[str], None]) -> EngineConfig:
-    """The configuration for a model that knows so many positions. Raises `UserError` where one asks for more."""
-    if config.max_model_len <= positions:
-        return config
-    if config.max_model_len != EngineConfig.max_model_len:
-        raise UserError(f"max_model_len is {config.max_model_len}: this model goes no further than {positions} tokens")
-    report(f"load: max_model_len is {positions}, since this model goes no further")
-    return replace(config, max_model_len=positions)
-
-
 def _started(config: EngineConfig, model: Model, report: Callable[[str], None]) -> Engine:
-    sizes = fit(config, model.max_len, report)
     # Python's own handler would wait for the compiler to return, which takes seconds.
     python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        engine = Engine(model, sizes, report)
+        engine = Engine(model, config, report)
         engine.start()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"the device cannot hold this engine ({reason}): lower --num-pages, now {sizes.num_pages}"
+            f"the device cannot hold this engine ({reason}): lower --num-pages, now {config.num_pages}"
         ) from None
     finally:
         signal.signal(signal.SIGINT, python_handler)

@@ -1,4 +1,4 @@
-"""Plain XLA `kv_write`: the specification, and the path every device without a kernel runs."""
+"""`kv_write` in plain XLA: what every device without a kernel of its own runs, and what kernels must equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain XLA `paged_decode`: the specification, and the path every device without a kernel runs."""
+"""`paged_decode` in plain XLA: what every device without a kernel of its own runs, and what kernels must equal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_prefill.reference import paged_prefill
 
 MAX_JOINED_HEADS = 4
+"""Beyond so many KV heads the multiplications by zero cost more than they save."""
 
 
 def paged_decode(
@@ -32,7 +33,7 @@ def paged_decode(
     rows, heads, _ = q.shape
     own = jnp.repeat(jnp.eye(kv_heads, dtype=q.dtype), heads // kv_heads, axis=0)[..., None]  # [H, K, 1]
     joined = (q[:, :, None] * own).reshape(rows, 1, heads, kv_heads * dim)
-    pages = [pool.reshape(-1, page_size, 1, kv_heads * dim) for pool in (k_pages, v_pages)]
-    out = paged_prefill(joined, *pages, page_table, lengths - 1, lengths, scale=scale)
+    k_pages, v_pages = (pool.reshape(-1, page_size, 1, kv_heads * dim) for pool in (k_pages, v_pages))
+    out = paged_prefill(joined, k_pages, v_pages, page_table, lengths - 1, lengths, scale=scale)
     out = out.reshape(rows, heads, kv_heads, dim)
     return jnp.sum(jnp.where(own > 0, out, 0), axis=2)

@@ -1,11 +1,14 @@
-"""Plain XLA `paged_prefill`: the specification, and the path every device without a kernel runs.
+"""`paged_prefill` in plain XLA: what every device without a kernel of its own runs, and what kernels must equal.
 
 Online softmax over blocks of pages (Milakov & Gimelshein 2018; FlashAttention). Shaped for a CPU: pages are
 gathered as whole rows of a 2-d array, which XLA turns into plain copies, and blocks are small enough to stay in the
-second-level cache. Rows go in groups with a loop each, so that one long request lengthens that of its own group only.
+second-level cache. Once the first half of the rows has seen all its blocks, the loop goes on with the second half only,
+then with that one's second half, and so on: with rows in order of length few of them wait for the longest.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +17,8 @@ from jax import lax
 BLOCK_TOKENS = 64
 """Tokens of a request attended to in one iteration."""
 
-GROUP_ROWS = 16
-"""Rows of one token that share a loop; of longer rows a quarter as many do."""
-MAX_GROUPS = 4
-"""Each group is compiled apart: a loop over groups would copy the pages."""
+FEWEST_ROWS = 4
+"""Rows that are not halved any further."""
 
 _MASKED = -1e30
 _LEAST = -1e29  # so far above a masked score that its weight is 0 even where nothing else is seen
@@ -40,22 +41,6 @@ def paged_prefill(
     Query `i` of a row stands at position `start + i` and sees the positions up to its own. Idle rows give zeros;
     queries at or past `lengths` give values of no meaning. Scores and sums are float32 whatever the dtypes.
     """
-    rows = GROUP_ROWS if q.shape[1] == 1 else GROUP_ROWS // 4
-    groups = min(MAX_GROUPS, -(-q.shape[0] // rows))
-    split = [jnp.array_split(x, groups) for x in (q, page_table, start, lengths)]
-    return jnp.concatenate([_attend(k_pages, v_pages, *group, scale=scale) for group in zip(*split, strict=True)])
-
-
-def _attend(
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    q: jax.Array,
-    page_table: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-    *,
-    scale: float,
-) -> jax.Array:
     rows, num_queries, heads, dim = q.shape
     num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
@@ -70,28 +55,41 @@ def _attend(
     last = jnp.minimum(start[:, None] + jnp.arange(num_queries, dtype=jnp.int32), lengths[:, None] - 1)
     last = jnp.repeat(last, group, axis=1)[:, None, :, None]  # [C, 1, Q * G, 1], last position a query sees
 
-    def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [C, K, block, D]
+    def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [rows, K, block, D]
         flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
-        return flat.reshape(rows, block, kv_heads, dim).astype(jnp.float32).swapaxes(1, 2)
+        return flat.reshape(-1, block, kv_heads, dim).astype(jnp.float32).swapaxes(1, 2)
 
-    def attend_block(i: jax.Array, carry: _Carry) -> _Carry:
+    def attend_block(begin: int, i: jax.Array, carry: _Carry) -> _Carry:
+        """Block `i` of the rows from `begin` on."""
         top, norm, out = carry
-        ids = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
+        ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
         at = i * block + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.einsum("ckmd,ckbd->ckmb", q, gather(k_pages, ids))
-        scores = jnp.where(at <= last, scores, _MASKED)
+        scores = jnp.einsum("ckmd,ckbd->ckmb", q[begin:], gather(k_pages, ids))
+        scores = jnp.where(at <= last[begin:], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         # A page nobody wrote may hold anything, not-a-number included, and 0 * NaN is NaN.
-        values = jnp.where((at < lengths[:, None])[:, None, :, None], gather(v_pages, ids), 0.0)
+        values = jnp.where((at < lengths[begin:, None])[:, None, :, None], gather(v_pages, ids), 0.0)
         mixed = jnp.einsum("ckmb,ckbd->ckmd", weights, values)
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
     shape = q.shape[:-1]
     top, norm = jnp.full(shape, _LEAST, jnp.float32), jnp.zeros(shape, jnp.float32)
-    num_blocks = (jnp.max(lengths) + block - 1) // block
-    _, norm, out = lax.fori_loop(0, num_blocks, attend_block, (top, norm, jnp.zeros(q.shape, jnp.float32)))
+    carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
+    num_blocks = (lengths + block - 1) // block
+    begin, done = 0, jnp.int32(0)
+    finished = []
+    while begin < rows:
+        left = rows - begin
+        end = begin + left // 2 if left >= 2 * FEWEST_ROWS else rows
+        until = jnp.maximum(done, jnp.max(num_blocks[begin:end]))
+        carry = lax.fori_loop(done, until, partial(attend_block, begin), carry)
+        finished.append([x[: end - begin] for x in carry])
+        top, norm, out = (x[end - begin :] for x in carry)
+        carry = (top, norm, out)
+        begin, done = end, until
+    _, norm, out = (jnp.concatenate(parts) for parts in zip(*finished, strict=True))
     out = out / jnp.where(norm > 0, norm, 1.0)[..., None]
     out = out.reshape(rows, kv_heads, num_queries, group, dim).swapaxes(1, 2)
     return out.reshape(rows, num_queries, heads, dim).astype(v_pages.dtype)

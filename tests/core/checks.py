@@ -146,7 +146,7 @@ def check_outbox(host: Host, trace: Trace) -> None:
 
 def _check_wait(host: Host, trace: Trace) -> None:
     """Why each slot computed nothing."""
-    wait, phase = trace.outbox.column("wait"), trace.middle.phase
+    wait, phase = trace.outbox.column("wait_reason"), trace.middle.phase
     everyone_runs = np.count_nonzero(phase == Phase.RUNNING) == host.config.max_running
     for slot in host.live:
         if trace.plan.advance[slot] > 0:

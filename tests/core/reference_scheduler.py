@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.state import Phase, Wait
+from jbatch.core.state import NO_SLOT, Phase, Wait
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Plan:
     preempted: list[Slot] = field(default_factory=list)
     barred: list[Slot] = field(default_factory=list)
     wait: dict[int, Wait] = field(default_factory=dict)
-    decode_rows: list[int] = field(default_factory=list)  # slot
+    decode_rows: list[int] = field(default_factory=list)  # slot, shortest first
     chunk_rows: list[tuple[int, int, int]] = field(default_factory=list)  # slot, start, tokens
     advance: dict[int, int] = field(default_factory=dict)
     sample_row: dict[int, int] = field(default_factory=dict)
@@ -102,14 +102,14 @@ def _why_barred(plan: Plan, slot: Slot, order: list[Slot], config: EngineConfig)
 def _deal_rows(plan: Plan, config: EngineConfig, bucket: Bucket) -> None:
     size = config.chunk_size
     decodes = prefills = chunks = 0
+    taken: list[Slot] = []
     for slot in plan.residents:
         computed = slot.computed if slot.phase == Phase.RUNNING else 0
         plan.advance[slot.index] = 0
         if slot.length - computed == 1:
             decodes += 1
-            if len(plan.decode_rows) < bucket.decode:
-                plan.sample_row[slot.index] = len(plan.decode_rows)
-                plan.decode_rows.append(slot.index)
+            if len(taken) < bucket.decode:
+                taken.append(slot)
                 plan.advance[slot.index] = 1
             continue
         prefills += 1
@@ -123,3 +123,6 @@ def _deal_rows(plan: Plan, config: EngineConfig, bucket: Bucket) -> None:
             plan.chunk_rows.append((slot.index, start, tokens))
             plan.advance[slot.index] += tokens
     plan.wanted = decodes, prefills, chunks
+    taken.sort(key=lambda slot: slot.length)  # stable; idle rows, of no length, come before them
+    plan.decode_rows = [NO_SLOT] * (bucket.decode - len(taken)) + [slot.index for slot in taken]
+    plan.sample_row |= {slot: row for row, slot in enumerate(plan.decode_rows) if slot != NO_SLOT}

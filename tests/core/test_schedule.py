@@ -87,9 +87,7 @@ def test_schedule_and_demand_equal_plain_loops(state: tuple[list[Slot], list[int
     (after, pool_after, plan), ahead = jax.device_get(compiled(bucket)(slots, pool))
     expected = schedule_by_loops(state[0], CONFIG, bucket)
 
-    rows = len(expected.decode_rows)
-    assert plan.decode_slot[:rows].tolist() == expected.decode_rows
-    assert np.all(plan.decode_slot[rows:] == NO_SLOT)
+    assert plan.decode_slot.tolist() == expected.decode_rows
     chunks = list(zip(plan.chunk_slot.tolist(), plan.chunk_start.tolist(), plan.chunk_len.tolist(), strict=True))
     idle = [(NO_SLOT, 0, 0)] * (bucket.chunks - len(expected.chunk_rows))
     assert chunks == expected.chunk_rows + idle
@@ -111,7 +109,7 @@ def _check_slots(given: list[Slot], expected: Plan, before: SlotTable, after: Sl
             continue
         assert after.phase[i] == (Phase.RUNNING if i in residents else Phase.WAITING)
         assert after.computed[i] == (slot.computed if i in residents else 0)
-        assert after.wait[i] == expected.wait[i], (Wait(int(after.wait[i])), expected.wait[i])
+        assert after.wait_reason[i] == expected.wait[i], (Wait(int(after.wait_reason[i])), expected.wait[i])
     for name in ("length", "priority", "arrival", "tokens", "limit", "seed"):
         np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
 
@@ -186,7 +184,7 @@ def test_a_prompt_is_cut_where_the_rows_end() -> None:
     plan = host.step().plan
     a, b, c = (host.slot_of(id_) for id_ in ids)
     assert rows_of(plan)[1] == [(a, 0, 8), (a, 8, 2)]
-    assert host.state.slots.wait[[a, b, c]].tolist() == [Wait.NONE, Wait.ROWS, Wait.ROWS]
+    assert host.state.slots.wait_reason[[a, b, c]].tolist() == [Wait.NONE, Wait.ROWS, Wait.ROWS]
     assert rows_of(host.step().plan) == ([a], [(b, 0, 8), (c, 0, 3)])
 
 
@@ -216,7 +214,7 @@ def test_a_better_class_displaces_where_running_places_are_full() -> None:
     assert phase[host.slot_of(better)] == phase[host.slot_of(worse[0])] == Phase.RUNNING
     assert phase[host.slot_of(worse[1])] == Phase.WAITING
     assert trace.outbox.counter("preempted") == 1
-    assert host.state.slots.wait[host.slot_of(worse[1])] == Wait.RUNNING_LIMIT
+    assert host.state.slots.wait_reason[host.slot_of(worse[1])] == Wait.RUNNING_LIMIT
     host.run_until_idle()
     assert list(host.finished) == [better, *worse]
 
@@ -230,7 +228,7 @@ def test_a_better_class_displaces_where_pages_are_full() -> None:
     phase = host.state.slots.phase
     assert phase[host.slot_of(better)] == phase[host.slot_of(worse[0])] == Phase.RUNNING
     assert phase[host.slot_of(worse[1])] == Phase.WAITING
-    assert host.state.slots.wait[host.slot_of(worse[1])] == Wait.PAGES
+    assert host.state.slots.wait_reason[host.slot_of(worse[1])] == Wait.PAGES
     host.run_until_idle()
     assert list(host.finished) == [better, *worse]
 
@@ -290,7 +288,7 @@ def test_a_large_request_bars_small_ones_behind_it() -> None:
     host.step()
     for id_ in (large, small):
         assert host.state.slots.phase[host.slot_of(id_)] == Phase.WAITING
-        assert host.state.slots.wait[host.slot_of(id_)] == Wait.PAGES
+        assert host.state.slots.wait_reason[host.slot_of(id_)] == Wait.PAGES
 
 
 def test_a_cancelled_request_frees_its_pages_within_the_same_step() -> None:
@@ -309,7 +307,7 @@ def test_a_step_without_chunk_rows_lets_prompts_wait_for_rows() -> None:
     id_ = host.submit(prompt(9), 4)
     trace = host.step(Bucket(4, 0))
     assert not trace.plan.advance.any()
-    assert host.state.slots.wait[host.slot_of(id_)] == Wait.ROWS
+    assert host.state.slots.wait_reason[host.slot_of(id_)] == Wait.ROWS
 
 
 @settings(deadline=None, max_examples=25)

@@ -92,6 +92,17 @@ def test_overwritten_checkpoint_is_remade(cache, model, lines, name):
     same(load_model(str(model), report=lines.append), good)
 
 
+def test_one_changed_byte_in_the_weights_is_noticed(cache, model, lines):
+    good = load_model(str(model), report=lines.append)
+    (directory,) = (cache / "converted").iterdir()
+    largest = max(files_of(directory), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    same(load_model(str(model), report=lines.append), good)
+    assert "is damaged" in lines[-2]
+
+
 def test_emptied_checkpoint_is_remade(cache, model, lines):
     good = load_model(str(model), report=lines.append)
     (directory,) = (cache / "converted").iterdir()

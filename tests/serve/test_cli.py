@@ -17,9 +17,6 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from jbatch.config import EngineConfig, UserError
-from jbatch.serve.start import fit
-
 SMALL = ["--max-running", "1", "--max-chunks", "1", "--max-model-len", "4096", "--num-pages", "512"]
 
 
@@ -91,14 +88,6 @@ def test_a_port_in_use_is_said_before_the_model_loads(environment):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("jbatch: error: ") and str(port) in done.stderr
-
-
-def test_more_tokens_than_the_model_goes():
-    said = []
-    assert fit(EngineConfig(), 4096, said.append) == EngineConfig() and not said
-    assert fit(EngineConfig(), 512, said.append).max_model_len == 512 and len(said) == 1
-    with pytest.raises(UserError, match="512"):
-        fit(EngineConfig(max_model_len=513), 512, said.append)
 
 
 def stream_slowly(base: str, tokens: int) -> tuple[threading.Thread, list[str], threading.Event]:

@@ -68,6 +68,11 @@ def error_of(reply: httpx.Response) -> dict:
         (TEXT, {"echo": True}, "echo"),
         (TEXT, {"suffix": "x"}, "suffix"),
         (TEXT, {"best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "x" * 1_000_000}, "prompt"),
+        (TEXT, {"guided_regex": "x"}, "guided_regex"),
+        (TEXT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (CHAT, {"chat_template": "x"}, "chat_template"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -224,3 +229,17 @@ def test_a_failed_engine(serve, capfd):
         whole = httpx.post(live.base + TEXT, json=body)
         assert whole.status_code == 500 and error_of(whole)["code"] == "engine_failed"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_default_of_ours_never_makes_a_prompt_too_long(live):
+    most = live.engine.config.max_request_len
+    reply = httpx.post(live.base + TEXT, json={"prompt": [5] * (most - 2), "ignore_eos": True}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 2
+
+
+def test_half_a_surrogate_pair_in_a_role_is_a_bad_request(live):
+    body = rb'{"messages": [{"role": "\ud800", "content": "x"}]}'
+    reply = httpx.post(live.base + CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert error_of(reply)["param"] == "messages"

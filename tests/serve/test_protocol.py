@@ -105,7 +105,7 @@ def test_metrics(live):
     assert grown("inter_token_latency_seconds_count") >= 14 + 16 + 18
     assert grown("computed_rows_total") >= grown("decode_tokens_total") + grown("prefill_tokens_total") > 0
     assert after["jbatch:compiled_buckets", ""] >= 1
-    assert after["jbatch:num_requests_waiting_by_reason", "pages"] == 0
+    assert after["jbatch:num_requests_stalled_by_reason", "pages"] == 0
     assert after["jbatch:e2e_request_latency_seconds_bucket", "0.3"] >= 0
 
 
