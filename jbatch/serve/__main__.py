@@ -14,7 +14,10 @@ from jbatch.serve.sockets import bind
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half written is removed
+    # Until the server has handlers of its own, a signal ends the process at once: an exception would wait for the
+    # compiler to return, and libraries' own callbacks and event loops swallow it.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
     try:
         config = parse(arguments)
         with bind(config.host, config.port) as sock:
@@ -24,8 +27,6 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         _report(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        return 130
     _report("stopped")
     return 0
 

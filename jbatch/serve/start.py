@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from collections.abc import Callable
 
@@ -39,8 +38,6 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
 
 
 def _started(config: EngineConfig, model: Model, report: Callable[[str], None]) -> Engine:
-    # Python's own handler would wait for the compiler to return, which takes seconds.
-    python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         engine = Engine(model, config, report)
         engine.start()
@@ -49,8 +46,6 @@ def _started(config: EngineConfig, model: Model, report: Callable[[str], None]) 
         raise UserError(
             f"the device cannot hold this engine ({reason}): lower --num-pages, now {config.num_pages}"
         ) from None
-    finally:
-        signal.signal(signal.SIGINT, python_handler)
     return engine
 
 
