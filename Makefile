@@ -31,7 +31,7 @@ clean:  ## remove the virtual environments and caches
 
 # Debian's python3 may come without ensurepip: virtualenv, fetched with pip, brings its own.
 define make-venv
-$(PYTHON) -m venv $(venv) 2>/dev/null || { \
+@$(PYTHON) -m venv $(venv) 2>/dev/null || { \
 	$(PYTHON) -m pip install --quiet --target $(venv)-tools virtualenv && \
 	PYTHONPATH=$(venv)-tools $(PYTHON) -m virtualenv --quiet --clear $(venv); }
 endef
@@ -39,9 +39,9 @@ endef
 $(venv)/installed: pyproject.toml
 	$(make-venv)
 	$(bin)/python -m pip install --quiet --editable .
-	touch $@
+	@touch $@
 
 $(venv)/installed-dev: pyproject.toml
 	$(make-venv)
 	$(bin)/python -m pip install --quiet --editable '.[dev]'
-	touch $(venv)/installed $@
+	@touch $(venv)/installed $@
