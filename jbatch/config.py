@@ -57,9 +57,9 @@ class EngineConfig:
     """Tokens in a page of KV cache, a power of two."""
     num_pages: int = 2048
     """Pages of KV cache. Page 0 is reserved."""
-    chunk_size: int = 32
+    chunk_size: int = 16
     """Prompt tokens in one prefill row, a multiple of the page size."""
-    max_chunks: int = 8
+    max_chunks: int = 16
     """Most prefill rows in one step; the largest step has the next power of two."""
     max_admissions: int = 8
     """Most requests that enter the device in one step."""

@@ -103,7 +103,7 @@ class PlainLlama:
         for i in range(TINY.num_hidden_layers):
             layer = self._params["layers"][i]
             x = x + self._attention(layer, self._norm(x, layer["attention_norm"]))
-            gate, up = np.split(self._norm(x, layer["mlp_norm"]) @ layer["gate_up"].T, 2, axis=-1)
+            gate, up = (self._norm(x, layer["mlp_norm"]) @ layer[name].T for name in ("gate", "up"))
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"].T
         logits = self._norm(x[-1], self._params["final_norm"]) @ self._params["embedding"].T
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())

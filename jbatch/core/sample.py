@@ -18,6 +18,9 @@ from jax import lax
 _BLOCK = 256
 """Tokens per block where a vocabulary is searched in two levels."""
 
+_LANES = 8
+"""float32 numbers in a vector register of a common CPU."""
+
 
 @struct.dataclass
 class SamplingRows:
@@ -41,7 +44,7 @@ def sample(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]
     drawn = rows.temperature > 0
     token = lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(logits, rows), greedy), lambda: greedy)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return token, chosen - log_sum_exp(logits)
 
 
 def most_likely(logits: jax.Array) -> jax.Array:
@@ -49,15 +52,30 @@ def most_likely(logits: jax.Array) -> jax.Array:
 
     In two levels, since XLA's argmax on a CPU is slow and its maximum is fast.
     """
-    blocks = _blocks(logits, -jnp.inf)
-    block = jnp.argmax(blocks.max(-1), axis=-1)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    blocks = _columns(logits)
+    block = jnp.argmax(blocks.max(1), axis=0)
+    inner = blocks[block, :, jnp.arange(logits.shape[0])]
     return (block * _BLOCK + jnp.argmax(inner, axis=-1)).astype(jnp.int32)
 
 
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """[B, V] -> [B, blocks, _BLOCK], padded with `fill`."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=fill).reshape(x.shape[0], -1, _BLOCK)
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """[B, V] -> [B]. Over columns where there are enough of them to fill a vector register."""
+    if logits.shape[0] < _LANES:
+        return jax.nn.logsumexp(logits, axis=-1)
+    columns = logits.T
+    top = jnp.maximum(columns.max(0), -3e38)
+    return top + jnp.log(jnp.exp(columns - top).sum(0))
+
+
+def _columns(logits: jax.Array) -> jax.Array:
+    """[B, V] -> [blocks, _BLOCK, B], padded with -inf: a matmul of few rows leaves logits as columns."""
+    columns = jnp.pad(logits.T, ((0, -logits.shape[1] % _BLOCK), (0, 0)), constant_values=-jnp.inf)
+    return columns.reshape(-1, _BLOCK, logits.shape[0])
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """[B, V] -> [B, blocks, _BLOCK], padded with zeros."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK))).reshape(x.shape[0], -1, _BLOCK)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -153,7 +171,7 @@ def invert_cumulative(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     Never an index of weight zero, as long as a row has any weight. In two levels, since a cumulative sum over a
     whole vocabulary is slow on a CPU.
     """
-    blocks = _blocks(weights, 0.0)
+    blocks = _blocks(weights)
     sums = blocks.sum(-1)
     block, before = _pass(sums, uniform * jnp.cumsum(sums, axis=-1)[:, -1])
     inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ from jbatch.models.source import one_line
 from jbatch.tokenizer import Tokenizer
 
 # Part of every cache key: raise it whenever what is written here changes its meaning.
-FORMAT = 2
+FORMAT = 3
 CHECKSUMS = "checksums.json"
+
+_saving = threading.Lock()  # Orbax numbers its signals per process: two saves at once can wait for each other's
 
 
 def abstract_params(config: LlamaConfig, dtype: str, shardings: Any) -> Params:
@@ -57,7 +60,7 @@ def save(directory: Path, config: LlamaConfig, params: Params, tokenizer: Tokeni
         (new / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), "utf-8")
         context = ocp.Context()
         context.array.saving.use_compression = False  # weights hardly shrink, and it takes 3x as long
-        with context:
+        with _saving, context:
             ocp.save(new / "params", params)
         (new / CHECKSUMS).write_text(json.dumps(checksums(new)), "utf-8")
         try:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jbatch.core.state import Batch, Forward, KVPages, Params
-from jbatch.models.layers import linear, rms_norm, rotate
+from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
@@ -46,7 +46,7 @@ class LlamaConfig:
 
 
 class LlamaLayer(nnx.Module):
-    """One block. Weights are stored [out, in]; q, k, v and gate, up are fused along `out`."""
+    """One block. Weights are stored [out, in]; q, k and v are fused along `out`."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype):
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -56,29 +56,31 @@ class LlamaLayer(nnx.Module):
         self.qkv = nnx.Param(jnp.zeros((q + 2 * kv, hidden), dtype))
         self.out = nnx.Param(jnp.zeros((hidden, q), dtype))
         self.mlp_norm = nnx.Param(jnp.ones((hidden,), dtype))
-        self.gate_up = nnx.Param(jnp.zeros((2 * inner, hidden), dtype))
+        self.gate = nnx.Param(jnp.zeros((inner, hidden), dtype))
+        self.up = nnx.Param(jnp.zeros((inner, hidden), dtype))
         self.down = nnx.Param(jnp.zeros((hidden, inner), dtype))
         self.config = config
 
     def __call__(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`x` [T, hidden] and the layer's pages -> the same, one block on."""
         epsilon = self.config.rms_norm_eps
         mixed, k_pages, v_pages = self._attention(
-            rms_norm(x, self.attention_norm[...], epsilon), k_pages, v_pages, batch
+            rms_norm(x, self.attention_norm[...], epsilon), k_pages, v_pages, batch, angles
         )
         x = x + mixed
-        gate, up = jnp.split(linear(rms_norm(x, self.mlp_norm[...], epsilon), self.gate_up[...]), 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down[...]), k_pages, v_pages
+        y = rms_norm(x, self.mlp_norm[...], epsilon)
+        y = jax.nn.silu(linear(y, self.gate[...])) * linear(y, self.up[...])
+        return x + linear(y, self.down[...]), k_pages, v_pages
 
     def _attention(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = linear(x, self.qkv[...]).reshape(x.shape[0], heads + 2 * kv_heads, dim)
-        qk = rotate(qkv[:, : heads + kv_heads], batch.positions, config.rope_theta)
+        qk = rotate(qkv[:, : heads + kv_heads], angles)
         q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
         k_pages, v_pages = kv_write(k, v, k_pages, v_pages, batch.page, batch.offset)
 
@@ -114,9 +116,10 @@ class Llama(nnx.Module):
     def __call__(self, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:
         """Logits [S + C, vocab_size] float32 of `batch.logit_rows`, and the pages with the batch's tokens in."""
         x = self.embedding[...][batch.tokens]
+        angles = rotary_angles(batch.positions, self.config.head_dim, self.config.rope_theta)
         k_pages, v_pages = [], []
         for layer, k, v in zip(self.layers, kv.k, kv.v, strict=True):
-            x, k, v = layer(x, k, v, batch)
+            x, k, v = layer(x, k, v, batch, angles)
             k_pages.append(k)
             v_pages.append(v)
         x = rms_norm(x[batch.logit_rows], self.final_norm[...], self.config.rms_norm_eps)

@@ -167,7 +167,8 @@ def convert(source: Source, dtype: str) -> Params:
             "qkv": fused(at, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "out": fused(at, "self_attn.o_proj"),
             "mlp_norm": fused(at, "post_attention_layernorm"),
-            "gate_up": fused(at, "mlp.gate_proj", "mlp.up_proj"),
+            "gate": fused(at, "mlp.gate_proj"),
+            "up": fused(at, "mlp.up_proj"),
             "down": fused(at, "mlp.down_proj"),
         }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels.blocks import BLOCK_TOKENS, LEAST, MASKED, Carry, over_blocks
 from pallas_kernels.paged_prefill.reference import paged_prefill
 
 MAX_JOINED_HEADS = 4
@@ -27,13 +29,40 @@ def paged_decode(
     With few KV heads all of them go through one matmul a row, the queries laid out block-diagonally: so many more
     multiplications by zero cost a CPU less than so many more tiny matmuls.
     """
-    _, page_size, kv_heads, dim = k_pages.shape
+    num_pages, page_size, kv_heads, dim = k_pages.shape
     if kv_heads > MAX_JOINED_HEADS:
         return paged_prefill(q[:, None], k_pages, v_pages, page_table, lengths - 1, lengths, scale=scale)[:, 0]
     rows, heads, _ = q.shape
-    own = jnp.repeat(jnp.eye(kv_heads, dtype=q.dtype), heads // kv_heads, axis=0)[..., None]  # [H, K, 1]
-    joined = (q[:, :, None] * own).reshape(rows, 1, heads, kv_heads * dim)
-    k_pages, v_pages = (pool.reshape(-1, page_size, 1, kv_heads * dim) for pool in (k_pages, v_pages))
-    out = paged_prefill(joined, k_pages, v_pages, page_table, lengths - 1, lengths, scale=scale)
-    out = out.reshape(rows, heads, kv_heads, dim)
-    return jnp.sum(jnp.where(own > 0, out, 0), axis=2)
+    group = heads // kv_heads
+    own = jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), group, axis=0)[..., None]  # [H, K, 1]
+    joined = (q.astype(jnp.float32)[:, :, None] * own * scale).reshape(rows, heads, kv_heads * dim)
+    pages = max(1, min(BLOCK_TOKENS // page_size, page_table.shape[1]))
+    block = pages * page_size
+    # The last block may reach past the table: pad it, and let every entry name some page.
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
+    table = jnp.clip(table, 0, num_pages - 1)
+
+    def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [rows, block, K * D]
+        flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
+        return flat.reshape(-1, block, kv_heads * dim).astype(jnp.float32)
+
+    def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
+        """Block `i` of the rows from `begin` on."""
+        top, norm, out = carry
+        ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
+        seen = i * block + jnp.arange(block, dtype=jnp.int32) < lengths[begin:, None]
+        scores = jnp.einsum("shd,sbd->shb", joined[begin:], gather(k_pages, ids))
+        scores = jnp.where(seen[:, None], scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp(top - new_top)
+        weights = jnp.exp(scores - new_top[..., None])
+        # A page nobody wrote may hold anything, not-a-number included, and 0 * NaN is NaN.
+        values = jnp.where(seen[..., None], gather(v_pages, ids), 0.0)
+        mixed = jnp.einsum("shb,sbd->shd", weights, values).reshape(-1, kv_heads, group, kv_heads, dim)
+        mixed = jnp.stack([mixed[:, k, :, k] for k in range(kv_heads)], axis=1).reshape(-1, heads, dim)
+        return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
+
+    top, norm = jnp.full((rows, heads), LEAST, jnp.float32), jnp.zeros((rows, heads), jnp.float32)
+    carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
+    _, norm, out = over_blocks((lengths + block - 1) // block, attend_block, carry)
+    return (out / jnp.where(norm > 0, norm, 1.0)[..., None]).astype(v_pages.dtype)

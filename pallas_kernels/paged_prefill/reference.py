@@ -2,28 +2,16 @@
 
 Online softmax over blocks of pages (Milakov & Gimelshein 2018; FlashAttention). Shaped for a CPU: pages are
 gathered as whole rows of a 2-d array, which XLA turns into plain copies, and blocks are small enough to stay in the
-second-level cache. Once the first half of the rows has seen all its blocks, the loop goes on with the second half only,
-then with that one's second half, and so on: with rows in order of length few of them wait for the longest.
+second-level cache.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK_TOKENS = 64
-"""Tokens of a request attended to in one iteration."""
-
-FEWEST_ROWS = 4
-"""Rows that are not halved any further."""
-
-_MASKED = -1e30
-_LEAST = -1e29  # so far above a masked score that its weight is 0 even where nothing else is seen
-
-_Carry = tuple[jax.Array, jax.Array, jax.Array]
+from pallas_kernels.blocks import BLOCK_TOKENS, LEAST, MASKED, Carry, over_blocks
 
 
 def paged_prefill(
@@ -59,13 +47,13 @@ def paged_prefill(
         flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
         return flat.reshape(-1, block, kv_heads, dim).astype(jnp.float32).swapaxes(1, 2)
 
-    def attend_block(begin: int, i: jax.Array, carry: _Carry) -> _Carry:
+    def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
         """Block `i` of the rows from `begin` on."""
         top, norm, out = carry
         ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
         at = i * block + jnp.arange(block, dtype=jnp.int32)
         scores = jnp.einsum("ckmd,ckbd->ckmb", q[begin:], gather(k_pages, ids))
-        scores = jnp.where(at <= last[begin:], scores, _MASKED)
+        scores = jnp.where(at <= last[begin:], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
@@ -75,21 +63,9 @@ def paged_prefill(
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
     shape = q.shape[:-1]
-    top, norm = jnp.full(shape, _LEAST, jnp.float32), jnp.zeros(shape, jnp.float32)
+    top, norm = jnp.full(shape, LEAST, jnp.float32), jnp.zeros(shape, jnp.float32)
     carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
-    num_blocks = (lengths + block - 1) // block
-    begin, done = 0, jnp.int32(0)
-    finished = []
-    while begin < rows:
-        left = rows - begin
-        end = begin + left // 2 if left >= 2 * FEWEST_ROWS else rows
-        until = jnp.maximum(done, jnp.max(num_blocks[begin:end]))
-        carry = lax.fori_loop(done, until, partial(attend_block, begin), carry)
-        finished.append([x[: end - begin] for x in carry])
-        top, norm, out = (x[end - begin :] for x in carry)
-        carry = (top, norm, out)
-        begin, done = end, until
-    _, norm, out = (jnp.concatenate(parts) for parts in zip(*finished, strict=True))
+    _, norm, out = over_blocks((lengths + block - 1) // block, attend_block, carry)
     out = out / jnp.where(norm > 0, norm, 1.0)[..., None]
     out = out.reshape(rows, kv_heads, num_queries, group, dim).swapaxes(1, 2)
     return out.reshape(rows, num_queries, heads, dim).astype(v_pages.dtype)

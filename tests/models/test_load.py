@@ -58,7 +58,7 @@ def forward(config, params, ids: np.ndarray) -> np.ndarray:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
         x = x + mixed.reshape(len(ids), -1) @ layer["out"].T
-        gate, up = np.split(norm(x, layer["mlp_norm"]) @ layer["gate_up"].T, 2, -1)
+        gate, up = (norm(x, layer["mlp_norm"]) @ layer[name].T for name in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"].T
     return norm(x, params["final_norm"]) @ params["embedding"].T
 
