@@ -57,7 +57,8 @@ def main(settings: Settings) -> None:
         settings = replace(settings, concurrency=(1, 8, 32), requests=80, output_tokens=16)
     loaded = load_model(settings.model, report=_say)
     requests = make_requests(chat_prompts(loaded.tokenizer, settings.requests), settings.output_tokens)
-    with Engine(loaded.for_engine(), EngineConfig(), _say) as engine:
+    config = EngineConfig(prefix_caching=False)  # every level sends the same prompts
+    with Engine(loaded.for_engine(), config, _say) as engine:
         engine.warm_up()
         results = [closed_loop(engine, requests, level) for level in settings.concurrency]
     peak = matmul_peak()

@@ -63,6 +63,8 @@ class EngineConfig:
     """Most prefill rows in one step; the largest step has the next power of two."""
     max_admissions: int = 8
     """Most requests that enter the device in one step."""
+    prefix_caching: bool = True
+    """Requests that begin with the same tokens share those pages, at once and later on."""
     overlap: bool = True
     """Dispatch a step before reading the one before it."""
 
@@ -70,7 +72,7 @@ class EngineConfig:
         if self.max_slots == 0:
             object.__setattr__(self, "max_slots", 2 * self.max_running)
         for field in fields(self):
-            if field.name != "overlap" and getattr(self, field.name) < 1:
+            if field.type != "bool" and getattr(self, field.name) < 1:
                 raise UserError(f"{field.name} is {getattr(self, field.name)}: it must be at least 1")
         if self.page_size & (self.page_size - 1):
             raise UserError(f"page_size is {self.page_size}: it must be a power of two, such as 16")

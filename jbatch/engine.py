@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import secrets
@@ -14,6 +15,7 @@ from jbatch.config import EngineConfig
 from jbatch.core.inbox import InboxBuilder
 from jbatch.core.state import MAX_STOP_TOKENS, Model
 from jbatch.ingress import Ingress, Ticket
+from jbatch.prefix_guess import PrefixGuess
 from jbatch.request import (
     INT32_MAX,
     Completion,
@@ -50,6 +52,8 @@ class Engine:
         self._dropping = False
         self._stepper = Stepper(model, config, report)  # this and the next: the engine thread's own
         self._residents = Residents.empty(config.max_slots)
+        self._guess = PrefixGuess(config.page_size, config.num_pages)
+        self._secret = secrets.token_bytes(32)
         self._thread = threading.Thread(target=self._run, name="jbatch-engine", daemon=True)
 
     # ---- any thread ----
@@ -232,6 +236,7 @@ class Engine:
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(31)
         limit = len(request.prompt) + request.sampling.max_tokens
         slot = self._residents.place(ticket, limit)
+        salt = self._salt(request)
         inbox.admit(
             slot,
             ticket.id,
@@ -239,7 +244,15 @@ class Engine:
             limit=limit,
             seed=seed & INT32_MAX,
             stop_tokens=self._stop_tokens(request),
+            salt=salt,
+            cached=self._guess.cached_tokens(request.prompt, salt) if self.config.prefix_caching else 0,
         )
+
+    def _salt(self, request: Request) -> bytes:
+        """Eight bytes that nobody can foresee; a new one each time keeps a request from sharing anything."""
+        if not self.config.prefix_caching:
+            return secrets.token_bytes(8)
+        return hashlib.blake2b(request.cache_salt.encode(), key=self._secret, digest_size=8).digest()
 
     def _stopped(self) -> bool:
         with self._lock:

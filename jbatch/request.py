@@ -81,17 +81,24 @@ class Request:
       prompt: token ids, at least one.
       sampling: how to draw tokens.
       priority: lower runs first, as in vLLM.
+      cache_salt: only requests of equal salts share cached prefixes, so none can find out what others have sent.
     """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))
         if not self.prompt:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if abs(self.priority) > INT32_MAX:
             raise RequestError(f"priority is {self.priority}: it must fit in 32 bits", "priority")
+        try:
+            self.cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise RequestError("cache_salt must be text that can be encoded as UTF-8", "cache_salt") from None
 
 
 @dataclass(frozen=True, slots=True)

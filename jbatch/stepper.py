@@ -102,6 +102,7 @@ class Stepper:
             waiting=int(np.count_nonzero(phase == Phase.WAITING)),
             stalled_by_reason={reason.name.lower(): int(reasons[reason]) for reason in Wait if reason},
             pages_free=last.counter("free_pages"),
+            pages_cached=last.counter("cached_pages"),
             steps=total.steps + 1,
             decode_tokens=total.decode_tokens + last.counter("decode_tokens"),
             prefill_tokens=total.prefill_tokens + last.counter("prefill_tokens"),
@@ -109,6 +110,8 @@ class Stepper:
             output_tokens=total.output_tokens + len(last.news()),
             finished=total.finished + int(np.count_nonzero(last.column("finish"))),
             preemptions=total.preemptions + last.counter("preempted"),
+            prefix_queries=total.prefix_queries + last.counter("prefix_queries"),
+            prefix_hits=total.prefix_hits + last.counter("prefix_hits"),
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
         )

@@ -20,6 +20,9 @@ class Snapshot:
     pages_total: int = 0
     """Pages that can be handed out; the reserved page does not count."""
     pages_free: int = 0
+    """Pages that no request holds, those with a cached prefix included."""
+    pages_cached: int = 0
+    """Free pages whose content a request may still share."""
 
     steps: int = 0
     decode_tokens: int = 0
@@ -32,6 +35,10 @@ class Snapshot:
     finished: int = 0
     """Requests that ended at a stop token or a limit."""
     preemptions: int = 0
+    prefix_queries: int = 0
+    """Tokens of requests as they started for the first time."""
+    prefix_hits: int = 0
+    """Tokens of those that were in the prefix cache."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Step shapes ready to use, as (decode rows, chunk rows)."""
     host_seconds: float = 0.0

@@ -26,9 +26,10 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[Completion]:
-    """What each request gives when nothing else runs."""
-    return [engine.generate([request])[0] for request in REQUESTS]
+def alone() -> list[Completion]:
+    """What each request gives when nothing else runs and nothing is cached."""
+    with serving(sizes(prefix_caching=False)) as engine:
+        return [engine.generate([request])[0] for request in REQUESTS]
 
 
 def assert_same(got: list[Completion], expected: list[Completion]) -> None:
@@ -59,6 +60,34 @@ def test_order_and_priority_change_no_tokens(engine: Engine, alone: list[Complet
 
 def test_a_request_may_be_given_twice_at_once(engine: Engine, alone: list[Completion]) -> None:
     assert_same(engine.generate([REQUESTS[1]] * 12), [alone[1]] * 12)
+
+
+def test_shared_prefixes_change_no_tokens(engine: Engine) -> None:
+    """At once, then again when all is cached, then with the answers as part of the prompts."""
+    common = tuple(range(20, 68))
+    requests = [Request((*common, 70 + i, 71), SamplingParams(temperature=0, max_tokens=8 + i)) for i in range(16)]
+    with serving(sizes(prefix_caching=False)) as plain:
+        expected = plain.generate(requests)
+        second = [Request((*r.prompt, *e.tokens, 5), r.sampling) for r, e in zip(requests, expected, strict=True)]
+        expected_second = plain.generate(second)
+        assert plain.snapshot().prefix_hits == 0
+    before = engine.snapshot()
+    assert_same(engine.generate(requests), expected)
+    once = engine.snapshot()
+    assert once.prefill_tokens - before.prefill_tokens == 48 + 16 * 2
+    assert once.prefix_queries - before.prefix_queries == 16 * 50
+    assert once.prefix_hits - before.prefix_hits == 15 * 48
+    assert_same(engine.generate(requests), expected)
+    assert_same(engine.generate(second), expected_second)
+    assert engine.snapshot().prefix_hits - once.prefix_hits > 2 * 16 * 48
+
+
+def test_a_salt_keeps_a_prefix_to_its_owner(engine: Engine) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=1)
+    for salt, hits in (("mine", 0), ("theirs", 0), ("mine", 32)):
+        before = engine.snapshot().prefix_hits
+        engine.generate([Request(tuple(range(40, 75)), sampling, cache_salt=salt)])
+        assert engine.snapshot().prefix_hits - before == hits
 
 
 @pytest.mark.parametrize(

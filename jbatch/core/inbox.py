@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jbatch.config import EngineConfig
+from jbatch.core.prefix import prompt_digests
 from jbatch.core.state import MAX_STOP_TOKENS, NO_SLOT, NO_TOKEN, Phase, SlotTable
 from jbatch.request import Request
 
-FIELDS = ("slot", "prompt_len", "limit", "priority", "arrival", "top_k", "seed")
+FIELDS = ("slot", "prompt_len", "limit", "priority", "arrival", "top_k", "seed", "salt_low", "salt_high")
 FLOATS = ("temperature", "top_p", "min_p")  # stored as their bit patterns
 _SCALARS = len(FIELDS) + len(FLOATS)
 _TOKENS = _SCALARS + MAX_STOP_TOKENS
@@ -66,10 +67,18 @@ class InboxBuilder:
         limit: int,
         seed: int,
         stop_tokens: tuple[int, ...],
+        salt: bytes = bytes(8),
+        cached: int = 0,
     ) -> None:
-        """Places `request` in a slot that is free on the device. `limit` is the length at which it ends."""
+        """Places `request` in a slot that is free on the device.
+
+        Args:
+          limit: the length at which it ends.
+          salt: 8 bytes; only requests of equal salts share pages.
+          cached: how many of its tokens the host believes to be cached; only the choice of a bucket depends on it.
+        """
         row = self._rows[len(self.admitted_chunks)]
-        self.admitted_chunks.append(-(-len(request.prompt) // self._chunk_size))
+        self.admitted_chunks.append(-(-(len(request.prompt) - cached) // self._chunk_size))
         sampling = request.sampling
         row[: len(FIELDS)] = (
             slot,
@@ -79,6 +88,7 @@ class InboxBuilder:
             arrival,
             sampling.top_k,
             seed,
+            *np.frombuffer(salt, np.int32),
         )
         temperature = 0.0 if sampling.greedy else sampling.temperature
         row[len(FIELDS) : _SCALARS].view(np.float32)[:] = (temperature, sampling.top_p, sampling.min_p)
@@ -103,8 +113,12 @@ def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable
         slot = row[0]
         column = dict(zip(FIELDS[1:], row[1:], strict=False))
         column |= dict(zip(FLOATS, lax.bitcast_convert_type(row[len(FIELDS) : _SCALARS], jnp.float32), strict=True))
+        salt = lax.bitcast_convert_type(jnp.stack([column.pop("salt_low"), column.pop("salt_high")]), jnp.uint32)
         column |= {
             "phase": jnp.int32(Phase.WAITING),
+            "salt": salt,
+            "digests": prompt_digests(salt, row[_TOKENS:], column["prompt_len"], config),
+            "preemptions": jnp.int32(0),
             "length": column["prompt_len"],
             "computed": jnp.int32(0),
             "wait_reason": jnp.int32(0),

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jbatch.config import EngineConfig
-from jbatch.core.pages import num_free
+from jbatch.core.pages import num_cached, num_free
 from jbatch.core.schedule import Demand
 from jbatch.core.state import NO_SLOT, NO_TOKEN, BatchPlan, EngineState
 
@@ -17,6 +17,9 @@ COUNTERS = (
     "decode_tokens",
     "prefill_tokens",
     "preempted",
+    "cached_pages",
+    "prefix_queries",
+    "prefix_hits",
     "next_decodes",
     "next_prefills",
     "next_chunks",
@@ -40,6 +43,9 @@ def pack_outbox(
         jnp.sum(plan.decode_slot != NO_SLOT, dtype=jnp.int32),
         jnp.sum(plan.chunk_len, dtype=jnp.int32),
         plan.preempted,
+        num_cached(state.pool),
+        plan.prefix_queries,
+        plan.prefix_hits,
         ahead.decodes,
         ahead.prefills,
         ahead.chunks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,8 +23,13 @@ def compact(mask: jax.Array, size: int) -> jax.Array:
 
 
 def num_free(pool: PagePool) -> jax.Array:
-    """Pages nobody names, a scalar."""
+    """Pages nobody names, cached ones included; a scalar."""
     return jnp.sum(pool.refs == 0, dtype=jnp.int32)
+
+
+def num_cached(pool: PagePool) -> jax.Array:
+    """Pages nobody names whose content may still be shared; a scalar."""
+    return jnp.sum((pool.refs == 0) & (pool.digest[:, 0] != 0), dtype=jnp.int32)
 
 
 def release(pool: PagePool, page_table: jax.Array, leaving: jax.Array) -> tuple[PagePool, jax.Array]:
@@ -32,13 +39,45 @@ def release(pool: PagePool, page_table: jax.Array, leaving: jax.Array) -> tuple[
     """
     rows = compact(leaving, leaving.shape[0])
 
-    def release_row(i: jax.Array, refs: jax.Array) -> jax.Array:
+    def release_row(i: jax.Array, pool: PagePool) -> PagePool:
         entries = page_table[rows[i]]
-        entries = jnp.where(entries == NO_PAGE, refs.shape[0], entries)
-        return refs.at[entries].add(-1, mode="drop")
+        entries = jnp.where(entries == NO_PAGE, pool.refs.shape[0], entries)
+        return replace(
+            pool,
+            refs=pool.refs.at[entries].add(-1, mode="drop"),
+            last_used=pool.last_used.at[entries].set(pool.clock, mode="drop"),
+        )
 
-    refs = lax.fori_loop(0, jnp.sum(leaving, dtype=jnp.int32), release_row, pool.refs)
-    return PagePool(refs=refs), jnp.where(leaving[:, None], NO_PAGE, page_table)
+    pool = lax.fori_loop(0, jnp.sum(leaving, dtype=jnp.int32), release_row, pool)
+    return pool, jnp.where(leaving[:, None], NO_PAGE, page_table)
+
+
+def share(
+    pool: PagePool, page_table: jax.Array, slot: jax.Array, pages: jax.Array, entering: jax.Array
+) -> tuple[PagePool, jax.Array]:
+    """Begins the empty table rows of `slot` [M] with cached `pages` [M, N] where `entering` [M]."""
+    page_table = page_table.at[jnp.where(entering, slot, page_table.shape[0])].set(pages, mode="drop")
+    entries = jnp.where(entering[:, None] & (pages != NO_PAGE), pages, pool.refs.shape[0])
+    return replace(pool, refs=pool.refs.at[entries].add(1, mode="drop")), page_table
+
+
+def evict(pool: PagePool, wanted: jax.Array) -> PagePool:
+    """Forgets what cached pages hold, until `wanted` free pages are not cached, as far as there are so many.
+
+    The least recently used go first, and of those used last in the same step the ones furthest from the beginning: a
+    page is of no use without those before it.
+    """
+    free, cached = pool.refs == 0, pool.digest[:, 0] != 0
+    lacking = wanted - jnp.sum(free & ~cached, dtype=jnp.int32)
+
+    def forget() -> jax.Array:
+        key = jnp.where(free & cached, pool.last_used, 2**31 - 1)
+        index = jnp.arange(key.shape[0], dtype=jnp.int32)
+        oldest = lax.sort((key, -pool.column, index), num_keys=2)[-1]
+        going = jnp.zeros_like(free).at[oldest].set(index < lacking, unique_indices=True) & free
+        return jnp.where(going[:, None], jnp.uint32(0), pool.digest)
+
+    return replace(pool, digest=lax.cond(lacking > 0, forget, lambda: pool.digest))
 
 
 def allocate(
@@ -48,10 +87,11 @@ def allocate(
 
     Args:
       slot, held, wanted: [M] int32; slots are distinct.
-      most: static bound of the pages wanted in all. The caller sees to it that so many are free.
+      most: static bound of the pages wanted in all. The caller sees to it that as many as are wanted are free.
     """
     end = jnp.cumsum(wanted, dtype=jnp.int32)
-    ids = compact(pool.refs == 0, most)
+    pool = evict(pool, end[-1])
+    ids = compact((pool.refs == 0) & (pool.digest[:, 0] == 0), most)
     nth = jnp.arange(most, dtype=jnp.int32)
     owner = jnp.searchsorted(end, nth, side="right").astype(jnp.int32)  # whose page the nth one is
     used = nth < end[-1]
@@ -60,4 +100,4 @@ def allocate(
     row = jnp.where(used, slot[owner], page_table.shape[0])  # past the end: dropped
     page_table = page_table.at[row, column].set(ids, mode="drop", unique_indices=True)
     refs = pool.refs.at[jnp.where(used, ids, pool.refs.shape[0])].set(1, mode="drop", unique_indices=True)
-    return PagePool(refs=refs), page_table
+    return replace(pool, refs=refs), page_table

@@ -41,9 +41,13 @@ class Wait(IntEnum):
     ROWS = 1
     """It holds pages, but the step had no row left for it."""
     RUNNING_LIMIT = 2
-    """As many requests run as may."""
+    """As many requests run as may, those counted that wait for a prefix only."""
     PAGES = 3
     """Not enough free pages for it, or for one that goes before it."""
+    PREFIX = 4
+    """A request before it is computing pages that it will share."""
+    ADMISSIONS = 5
+    """As many requests enter in this step as may."""
 
 
 class Finish(IntEnum):
@@ -74,13 +78,27 @@ class SlotTable:
     wait_reason: jax.Array  # [R] int32, a Wait
     tokens: jax.Array  # [R, L] int32
     page_table: jax.Array  # [R, N] int32, NO_PAGE where unused
+    salt: jax.Array  # [R, 2] uint32, requests of different salts share nothing
+    digests: jax.Array  # [R, N, 2] uint32, of each full page of known tokens; 0 where there is none
+    preemptions: jax.Array  # [R] int32, times it lost its pages
 
 
 @struct.dataclass
 class PagePool:
-    """Who holds the pages of the KV cache."""
+    """Who holds the pages of the KV cache, and what the free ones still hold."""
 
     refs: jax.Array  # [P] int32, entries of page tables that name the page; the reserved page counts 1
+    digest: jax.Array  # [P, 2] uint32, of the tokens up to the page's end; 0 where it cannot be shared
+    column: jax.Array  # [P] int32, its place in the page tables
+    last_used: jax.Array  # [P] int32, step in which its last user left
+    clock: jax.Array  # int32, steps so far
+
+
+@struct.dataclass
+class PrefixIndex:
+    """A set-associative hash table from digests to pages. Entries may be stale: the page's own digest decides."""
+
+    buckets: jax.Array  # [B, 4] int32, page ids, NO_PAGE where unused; B is a power of two
 
 
 @struct.dataclass
@@ -97,6 +115,7 @@ class EngineState:
 
     slots: SlotTable
     pool: PagePool
+    index: PrefixIndex
     kv: KVPages
 
 
@@ -110,6 +129,8 @@ class BatchPlan:
     chunk_len: jax.Array  # [C] int32, tokens in the chunk
     advance: jax.Array  # [R] int32, tokens the slot computes in this step
     preempted: jax.Array  # int32, requests that lost their pages
+    prefix_queries: jax.Array  # int32, tokens of requests that start for the first time
+    prefix_hits: jax.Array  # int32, tokens of those found in the prefix cache
     sample_row: jax.Array  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
 
 
@@ -177,5 +198,18 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         wait_reason=ints(rows),
         tokens=ints(rows, config.max_model_len),
         page_table=ints(rows, config.pages_per_slot, fill=NO_PAGE),
+        salt=jnp.zeros((rows, 2), jnp.uint32),
+        digests=jnp.zeros((rows, config.pages_per_slot, 2), jnp.uint32),
+        preemptions=ints(rows),
     )
-    return EngineState(slots=slots, pool=PagePool(refs=ints(config.num_pages).at[RESERVED_PAGE].set(1)), kv=kv)
+    pages = config.num_pages
+    pool = PagePool(
+        refs=ints(pages).at[RESERVED_PAGE].set(1),
+        digest=jnp.zeros((pages, 2), jnp.uint32),
+        column=ints(pages),
+        last_used=ints(pages),
+        clock=jnp.int32(0),
+    )
+    # As many buckets as pages: then hardly ever more than four pages fall into one.
+    index = PrefixIndex(buckets=ints(1 << (pages - 1).bit_length(), 4, fill=NO_PAGE))
+    return EngineState(slots=slots, pool=pool, index=index, kv=kv)

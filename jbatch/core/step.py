@@ -14,6 +14,7 @@ from jbatch.config import Bucket, EngineConfig
 from jbatch.core.inbox import admit
 from jbatch.core.outbox import pack_outbox
 from jbatch.core.pages import release
+from jbatch.core.prefix import extend_digests, register
 from jbatch.core.sample import SamplingRows, sample
 from jbatch.core.schedule import demand, schedule
 from jbatch.core.state import (
@@ -61,9 +62,7 @@ def begin(
     state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
 ) -> tuple[EngineState, BatchPlan]:
     """Admission and scheduling: the first half of a step."""
-    slots = admit(state.slots, inbox, config)
-    slots, pool, plan = schedule(slots, state.pool, config, bucket)
-    return replace(state, slots=slots, pool=pool), plan
+    return schedule(replace(state, slots=admit(state.slots, inbox, config)), config, bucket)
 
 
 def commit(
@@ -83,6 +82,9 @@ def commit(
     full = sampled & (length >= slots.limit)
     finish = jnp.where(stopped, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NONE)).astype(jnp.int32)
 
+    rows = plan.decode_slot.shape[0], plan.chunk_slot.shape[0]
+    most = rows[0] + rows[1] * (config.chunk_size // config.page_size + 1)
+    state = register(state, plan.advance, most=most, page_size=config.page_size)
     done = finish != Finish.NONE
     pool, page_table = release(state.pool, slots.page_table, done)
     slots = replace(
@@ -93,8 +95,9 @@ def commit(
         tokens=tokens,
         page_table=page_table,
     )
-    state = replace(state, slots=slots, pool=pool)
-    return state, pack_outbox(state, plan, demand(slots, config), token, logprob, finish)
+    slots = replace(slots, digests=extend_digests(slots, sampled, config.page_size))
+    state = replace(state, slots=slots, pool=replace(pool, clock=pool.clock + 1))
+    return state, pack_outbox(state, plan, demand(state, config), token, logprob, finish)
 
 
 def make_batch(slots: SlotTable, plan: BatchPlan, config: EngineConfig) -> Batch:

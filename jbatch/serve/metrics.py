@@ -139,6 +139,7 @@ class _EngineCollector(Collector):
             "num_requests_running": ("Requests that hold pages of KV cache.", now.running),
             "num_requests_waiting": ("Requests that wait, on the device or the host.", now.waiting + now.queued),
             "kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", used),
+            "num_pages_cached": ("Free pages whose content a request may still share.", now.pages_cached),
             "padding_share": ("Share of computed token rows that held no token.", now.padding_share),
             "compiled_buckets": ("Step shapes ready to use.", len(now.buckets)),
         }
@@ -147,6 +148,8 @@ class _EngineCollector(Collector):
         counters = {
             "generation_tokens": ("Tokens generated.", now.output_tokens),
             "num_preemptions": ("Requests that lost their pages and start over.", now.preemptions),
+            "prefix_cache_queries": ("Tokens of requests as they started.", now.prefix_queries),
+            "prefix_cache_hits": ("Tokens of those that were in the prefix cache.", now.prefix_hits),
             "steps": ("Steps of the engine.", now.steps),
             "decode_tokens": ("Tokens computed in decode rows.", now.decode_tokens),
             "prefill_tokens": ("Tokens computed in chunk rows.", now.prefill_tokens),

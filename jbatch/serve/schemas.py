@@ -90,6 +90,7 @@ class GenerationRequest(Body):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = Field(default=None, max_length=1024)
 
     @property
     def include_usage(self) -> bool:
@@ -104,7 +105,7 @@ class GenerationRequest(Body):
             given["top_k"] = 0
         stops = tuple(self.stop_token_ids or ())
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, **given)
-        return Request(tuple(prompt), sampling, priority=self.priority or 0)
+        return Request(tuple(prompt), sampling, priority=self.priority or 0, cache_salt=self.cache_salt or "")
 
 
 class CompletionRequest(GenerationRequest):

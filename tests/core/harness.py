@@ -54,11 +54,16 @@ class Shadow:
     limit: int
     priority: int
     stops: frozenset[int]
+    salt: bytes
     sampled: list[int] = field(default_factory=list)
 
     @property
     def known(self) -> list[int]:
         return [*self.prompt, *self.sampled]
+
+    def written(self, position: int) -> tuple[bytes, int]:
+        """Tells the keys and values at a position from all others."""
+        return self.salt, hash(tuple(self.known[: position + 1]))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,17 +99,25 @@ class Host:
         self.finished: dict[int, tuple[list[int], Finish]] = {}
         self.cancelled: set[int] = set()
         self.preemptions = 0
+        self.content: dict[tuple[int, int], tuple[bytes, int]] = {}  # what was written to (page, offset)
         self.num_ids = 0
         self.num_steps = 0
 
     # ---- what a user does ----
 
     def submit(
-        self, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, stops: frozenset[int] = frozenset()
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        priority: int = 0,
+        stops: frozenset[int] = frozenset(),
+        salt: bytes | None = None,
     ) -> int:
+        """Queues a request; it shares pages with those of the same salt, with none by default."""
         self.num_ids += 1
         limit = min(len(prompt) + max_tokens, self.config.max_request_len)
-        self.queue.append(Shadow(self.num_ids, prompt, limit, priority, stops))
+        salt = salt or self.num_ids.to_bytes(8, "big")
+        self.queue.append(Shadow(self.num_ids, prompt, limit, priority, stops, salt))
         return self.num_ids
 
     def cancel(self, slot: int) -> None:
@@ -169,7 +182,10 @@ class Host:
             self.live[slot] = shadow
             sampling = SamplingParams(max_tokens=shadow.limit - len(shadow.prompt), temperature=0.5)
             request = Request(shadow.prompt, sampling, shadow.priority)
-            inbox.admit(slot, shadow.id, request, limit=shadow.limit, seed=shadow.id, stop_tokens=tuple(shadow.stops))
+            stops = tuple(shadow.stops)
+            inbox.admit(
+                slot, shadow.id, request, limit=shadow.limit, seed=shadow.id, stop_tokens=stops, salt=shadow.salt
+            )
         return inbox
 
     def _settle(self, trace: Trace) -> None:

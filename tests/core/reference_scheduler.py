@@ -1,10 +1,10 @@
 """The scheduling rules once more, as plain loops over plain lists, written from their description alone.
 
 Order: priority class, then arrival. Residency: walk that order and count pages of all known tokens. A waiting request
-enters if it fits together with all before it and a page of growth for each of them, and if fewer than `max_running`
-stand before it; the first that cannot enter bars the waiting ones behind it. Running requests keep their pages as
-long as the holders up to them fit. Rows: residents in order; who lacks one token takes a decode row, who lacks more
-takes as many chunk rows as it needs and the bucket has left.
+enters if it fits together with all before it and a page of growth for each of them, if fewer than `max_running`
+stand before it, and if fewer than `max_admissions` wait before it; the first that cannot enter bars the waiting ones
+behind it. Running requests keep their pages as long as the holders up to them fit. Rows: residents in order; who lacks
+one token takes a decode row, who lacks more takes as many chunk rows as it needs and the bucket has left.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Plan:
     preempted: list[Slot] = field(default_factory=list)
     barred: list[Slot] = field(default_factory=list)
     wait: dict[int, Wait] = field(default_factory=dict)
+    lacks: dict[int, Wait] = field(default_factory=dict)  # what a barred slot lacks besides its turn to enter
     decode_rows: list[int] = field(default_factory=list)  # slot, shortest first
     chunk_rows: list[tuple[int, int, int]] = field(default_factory=list)  # slot, start, tokens
     advance: dict[int, int] = field(default_factory=dict)
@@ -67,21 +68,25 @@ def _admit(plan: Plan, order: list[Slot], config: EngineConfig) -> None:
         used += pages_for(slot.length, config)
         if slot.phase != Phase.WAITING:
             continue
-        fits = used + place <= config.num_pages - 1
-        if fits and place < config.max_running and not plan.barred:
+        has_turn, has_pages = place < config.max_running, used + place <= config.num_pages - 1
+        waiting = len(plan.entered) + len(plan.barred)
+        if has_turn and has_pages and waiting < config.max_admissions and not plan.barred:
             plan.entered.append(slot)
         else:
             plan.barred.append(slot)
+            if waiting < config.max_admissions and not (has_turn and has_pages):
+                plan.lacks[slot.index] = Wait.PAGES if has_turn else Wait.RUNNING_LIMIT
 
 
 def _keep(plan: Plan, order: list[Slot], config: EngineConfig) -> None:
     """Walks on: who holds pages, and why the others do not."""
     used, full = 0, False
-    reason: Wait | None = None
+    reasons: set[Wait] = set()  # of this slot and those before it; lack of pages goes first
     for slot in order:
         if slot in plan.barred:
-            reason = reason or _why_barred(plan, slot, order, config)
-            plan.wait[slot.index] = reason
+            reasons.update({plan.lacks[slot.index]} if slot.index in plan.lacks else ())
+            known = [reason for reason in (Wait.PAGES, Wait.RUNNING_LIMIT) if reason in reasons]
+            plan.wait[slot.index] = known[0] if known else Wait.ADMISSIONS
             continue
         used += pages_for(slot.length, config)
         short_of_pages = used > config.num_pages - 1
@@ -89,14 +94,11 @@ def _keep(plan: Plan, order: list[Slot], config: EngineConfig) -> None:
         if not (full or short_of_pages or short_of_places):
             plan.residents.append(slot)
             continue
-        reason = reason if reason == Wait.PAGES else Wait.RUNNING_LIMIT if short_of_places else Wait.PAGES
+        if not short_of_places:
+            reasons.add(Wait.PAGES)
         full = True
         plan.preempted.append(slot)
-        plan.wait[slot.index] = reason
-
-
-def _why_barred(plan: Plan, slot: Slot, order: list[Slot], config: EngineConfig) -> Wait:
-    return Wait.RUNNING_LIMIT if order.index(slot) >= config.max_running else Wait.PAGES
+        plan.wait[slot.index] = Wait.PAGES if Wait.PAGES in reasons else Wait.RUNNING_LIMIT
 
 
 def _deal_rows(plan: Plan, config: EngineConfig, bucket: Bucket) -> None:

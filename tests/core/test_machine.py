@@ -55,16 +55,19 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.one_of(st.integers(1, 6), st.integers(1, 38)),
         priority=st.integers(-1, 1),
         stops=st.frozensets(st.integers(0, 14), max_size=3),
-        first=st.integers(0, 11),
+        first=st.one_of(st.just(0), st.integers(0, 11)),
+        salt=st.sampled_from([b"tenant a", b"tenant b"]),
     )
-    def submit(self, length: int, max_tokens: int, priority: int, stops: frozenset[int], first: int) -> None:
+    def submit(
+        self, length: int, max_tokens: int, priority: int, stops: frozenset[int], first: int, salt: bytes
+    ) -> None:
         length = min(length, self.config.max_request_len - 1)
-        self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops)
+        self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops, salt)
 
     @rule(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5), stop=st.integers(0, 11))
     def submit_many(self, lengths: list[int], stop: int) -> None:
         for length in lengths:
-            self.host.submit(tuple(range(length)), 12, stops=frozenset({stop}))
+            self.host.submit(tuple(range(length)), 12, stops=frozenset({stop}), salt=b"tenant a")
 
     @rule(nth=st.integers(0, 10))
     def cancel(self, nth: int) -> None:

@@ -16,7 +16,17 @@ from reference_scheduler import Plan, Slot, pages_for, schedule_by_loops
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.core.schedule import demand, schedule
-from jbatch.core.state import NO_PAGE, NO_SLOT, RESERVED_PAGE, KVPages, PagePool, Phase, SlotTable, Wait, init_state
+from jbatch.core.state import (
+    NO_PAGE,
+    NO_SLOT,
+    RESERVED_PAGE,
+    EngineState,
+    KVPages,
+    Phase,
+    SlotTable,
+    Wait,
+    init_state,
+)
 
 CONFIG = EngineConfig(
     max_model_len=48,
@@ -26,7 +36,7 @@ CONFIG = EngineConfig(
     page_size=4,
     chunk_size=8,
     max_chunks=4,
-    max_admissions=8,
+    max_admissions=3,
 )
 BUCKETS = [Bucket(8, 4), Bucket(2, 0), Bucket(2, 1), Bucket(4, 2)]
 
@@ -36,7 +46,7 @@ BUCKETS = [Bucket(8, 4), Bucket(2, 0), Bucket(2, 1), Bucket(4, 2)]
 
 @cache
 def compiled(bucket: Bucket) -> Any:
-    return jax.jit(lambda slots, pool: (schedule(slots, pool, CONFIG, bucket), demand(slots, CONFIG)))
+    return jax.jit(lambda state: (schedule(state, CONFIG, bucket), demand(state, CONFIG)))
 
 
 @st.composite
@@ -63,7 +73,7 @@ def states(draw: st.DrawFn) -> tuple[list[Slot], list[int]]:
     return slots, held
 
 
-def device_state(slots: list[Slot], held: list[int], seed: int) -> tuple[SlotTable, PagePool]:
+def device_state(slots: list[Slot], held: list[int], seed: int) -> EngineState:
     """The same state as arrays; which pages, is random."""
     empty = jax.tree.map(np.array, init_state(CONFIG, KVPages(k=(), v=())))
     ids = np.random.default_rng(seed).permutation(np.arange(1, CONFIG.num_pages))
@@ -77,14 +87,15 @@ def device_state(slots: list[Slot], held: list[int], seed: int) -> tuple[SlotTab
         return np.array([getattr(slot, name) for slot in slots], np.int32)
 
     names = ("phase", "priority", "arrival", "length", "computed")
-    return empty.slots.replace(page_table=table, **{name: column(name) for name in names}), PagePool(refs=refs)
+    slots_now = empty.slots.replace(page_table=table, **{name: column(name) for name in names})
+    return empty.replace(slots=slots_now, pool=empty.pool.replace(refs=refs))
 
 
 @settings(deadline=None, max_examples=600)
 @given(states(), st.sampled_from(BUCKETS), st.integers(0, 5))
 def test_schedule_and_demand_equal_plain_loops(state: tuple[list[Slot], list[int]], bucket: Bucket, seed: int) -> None:
-    slots, pool = device_state(*state, seed)
-    (after, pool_after, plan), ahead = jax.device_get(compiled(bucket)(slots, pool))
+    before = device_state(*state, seed)
+    (after, plan), ahead = jax.device_get(compiled(bucket)(before))
     expected = schedule_by_loops(state[0], CONFIG, bucket)
 
     assert plan.decode_slot.tolist() == expected.decode_rows
@@ -92,8 +103,8 @@ def test_schedule_and_demand_equal_plain_loops(state: tuple[list[Slot], list[int
     idle = [(NO_SLOT, 0, 0)] * (bucket.chunks - len(expected.chunk_rows))
     assert chunks == expected.chunk_rows + idle
     assert plan.preempted == len(expected.preempted)
-    _check_slots(state[0], expected, slots, after, plan)
-    _check_pages(expected, slots.page_table, after.page_table, pool_after.refs)
+    _check_slots(state[0], expected, before.slots, after.slots, plan)
+    _check_pages(expected, before.slots.page_table, after.slots.page_table, after.pool.refs)
     assert (ahead.decodes, ahead.prefills, ahead.chunks) == expected.wanted
     assert ahead.places == (0 if expected.barred else CONFIG.max_running - len(expected.residents))
 
