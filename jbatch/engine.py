@@ -9,6 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 
 from jbatch.config import EngineConfig
@@ -16,6 +17,7 @@ from jbatch.core.inbox import InboxBuilder
 from jbatch.core.state import MAX_STOP_TOKENS, Model
 from jbatch.ingress import Ingress, Ticket
 from jbatch.prefix_guess import PrefixGuess
+from jbatch.recording import Recorder
 from jbatch.request import (
     INT32_MAX,
     Completion,
@@ -35,8 +37,15 @@ from jbatch.telemetry import Snapshot
 class Engine:
     """Batches requests on one device. `start` it, `submit` from any thread, `stop` it; or use it in a `with`."""
 
-    def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None] = lambda line: None) -> None:
-        """`report` takes a line for each phase of the start, and for a failure."""
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        report: Callable[[str], None] = lambda line: None,
+        *,
+        record: Path | None = None,
+    ) -> None:
+        """`report` takes a line for each phase of the start, and for a failure; `record` names a file to be made."""
         if config.max_model_len > model.max_len:
             report(f"load: max_model_len is {model.max_len}, since this model goes no further")
             config = replace(config, max_model_len=model.max_len)
@@ -50,7 +59,8 @@ class Engine:
         self._accepting = False
         self._stopping = False
         self._dropping = False
-        self._stepper = Stepper(model, config, report)  # this and the next: the engine thread's own
+        self._recorder = Recorder(record, config, model.vocab_size, report) if record else None
+        self._stepper = Stepper(model, config, report, self._recorder)  # this and the next: the engine thread's own
         self._residents = Residents.empty(config.max_slots)
         self._guess = PrefixGuess(config.page_size, config.num_pages)
         self._secret = secrets.token_bytes(32)
@@ -81,6 +91,8 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
         self._stepper.programs.stop()
+        if self._recorder:
+            self._recorder.close()
 
     def __enter__(self) -> Engine:
         self.start()

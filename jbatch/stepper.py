@@ -18,6 +18,7 @@ from jbatch.core.outbox import OutboxView
 from jbatch.core.state import EngineState, Model, Phase, Wait, init_state
 from jbatch.core.step import step
 from jbatch.programs import Program, Programs
+from jbatch.recording import Recorder
 from jbatch.telemetry import Snapshot
 
 
@@ -33,15 +34,18 @@ class _InFlight:
 class Stepper:
     """Dispatches steps and reads them in order, for one thread. `telemetry` may be read from any."""
 
-    def __init__(self, model: Model, config: EngineConfig, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, report: Callable[[str], None], recorder: Recorder | None = None
+    ) -> None:
         self._params = model.params
         self._config = config
+        self._recorder = recorder
         self._state = init_state(config, model.init_kv(config.num_pages, config.page_size))
         self._in_flight: deque[_InFlight] = deque()
         self._last = OutboxView.idle(config)
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
-        self.programs = Programs(config, _compiler(model, self._state, config), report)
+        self.programs = Programs(config, step_compiler(model, self._state, config), report)
         pages = config.num_pages - 1
         self.telemetry = Snapshot(pages_total=pages, pages_free=pages)
 
@@ -56,14 +60,19 @@ class Stepper:
         bucket, program = self.programs.choose(self._demand(inbox))
         self._state, outbox = program(self._params, self._state, jax.device_put(inbox.buffer))
         self._in_flight.append(_InFlight(outbox, bucket, inbox))
+        if self._recorder:
+            self._recorder.dispatched(bucket, inbox.buffer)
         self._host_seconds += time.perf_counter() - begun
 
     def read(self) -> tuple[OutboxView, InboxBuilder]:
         """Waits for the oldest step under way; returns its outbox and the inbox it was given."""
         begun = time.perf_counter()
         oldest = self._in_flight.popleft()
-        self._last = OutboxView(np.asarray(oldest.outbox))
+        buffer = np.asarray(oldest.outbox)
+        self._last = OutboxView(buffer)
         self._wait_seconds += time.perf_counter() - begun
+        if self._recorder:
+            self._recorder.read(buffer)
         self._account(oldest.bucket)
         return self._last, oldest.inbox
 
@@ -117,7 +126,7 @@ class Stepper:
         )
 
 
-def _compiler(model: Model, state: EngineState, config: EngineConfig) -> Callable[[Bucket], Program]:
+def step_compiler(model: Model, state: EngineState, config: EngineConfig) -> Callable[[Bucket], Program]:
     """A function that compiles the step of a bucket; it holds shapes only, so the state may be donated meanwhile."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model.params, state))
     inbox = jax.ShapeDtypeStruct((inbox_size(config),), jnp.int32)

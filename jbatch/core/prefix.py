@@ -26,6 +26,7 @@ class Matches:
     """What is cached for the first M waiting slots in scheduling order."""
 
     place: jax.Array  # [M] int32, place in the order, R where fewer wait
+    slot: jax.Array  # [M] int32, of no meaning where fewer wait
     pages: jax.Array  # [M, N] int32, cached pages of the slot's first tokens, NO_PAGE after the last
     tokens: jax.Array  # [M] int32, tokens those pages hold; at least one token is always left to compute
     deferred: jax.Array  # [M] bool, a slot before it is about to compute the next page it needs
@@ -95,7 +96,7 @@ def match(state: EngineState, order: jax.Array, config: EngineConfig) -> Matches
     same = jnp.all(ahead == wanted, axis=-1) & computing & earlier
     same &= wanted[:, 0] != 0
     deferred = jnp.any(same, axis=0) & (run < shareable) & (place < num_slots)
-    return Matches(place=place, pages=pages, tokens=run * config.page_size, deferred=deferred)
+    return Matches(place=place, slot=slot, pages=pages, tokens=run * config.page_size, deferred=deferred)
 
 
 def find(pool: PagePool, index: PrefixIndex, digests: jax.Array) -> jax.Array:

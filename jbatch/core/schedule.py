@@ -66,18 +66,23 @@ def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[
     computed = _computed(slots.computed[order], who, matches)
     rows = _rows(jnp.where(who.resident, length, 0), computed, config, bucket)
 
-    pool, page_table = release(pool, slots.page_table, ((slots.page_table[:, 0] >= 0) & ~who.resident[place]))
     entering = who.admitted.at[matches.place].get(mode="fill", fill_value=False)
-    slot_of = jnp.append(order, NO_SLOT)
-    pool, page_table = share(pool, page_table, slot_of[matches.place], matches.pages, entering)
+    pool, page_table = release(pool, slots.page_table, ((slots.page_table[:, 0] >= 0) & ~who.resident[place]))
+    pool, page_table = share(pool, page_table, matches.slot, matches.pages, entering)
     held = pages_for(computed, config.page_size)
     wanted = jnp.where(rows.advance > 0, pages_for(computed + rows.advance, config.page_size) - held, 0)
     most = bucket.decode + bucket.chunks * (config.chunk_size // config.page_size + 1)
     pool, page_table = allocate(pool, page_table, order, held, wanted, most=most)
 
+    plan = _plan(slots, order, place, who, rows, computed)
+    first_time = entering & (slots.preemptions[matches.slot] == 0)
+    plan = replace(
+        plan,
+        prefix_queries=jnp.sum(jnp.where(first_time, slots.length[matches.slot], 0), dtype=jnp.int32),
+        prefix_hits=jnp.sum(jnp.where(first_time, matches.tokens, 0), dtype=jnp.int32),
+    )
     wait = jnp.where(who.resident & (rows.advance == 0), Wait.ROWS, who.wait)
     phase = jnp.where(who.admitted, Phase.RUNNING, jnp.where(who.preempted, Phase.WAITING, phase))
-    first_time = entering & (slots.preemptions[slot_of[matches.place]] == 0)
     slots = replace(
         slots,
         phase=phase[place],
@@ -86,19 +91,26 @@ def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[
         wait_reason=wait[place],
         page_table=page_table,
     )
-    samples = (rows.advance > 0) & (computed + rows.advance == length)
-    plan = BatchPlan(
+    return replace(state, slots=slots, pool=pool), plan
+
+
+def _plan(
+    slots: SlotTable, order: jax.Array, place: jax.Array, who: _Residency, rows: _Rows, computed: jax.Array
+) -> BatchPlan:
+    """The rows in terms of slots instead of places in the order; prefix counters are left at 0."""
+    samples = (rows.advance > 0) & (computed + rows.advance == slots.length[order])
+    slot_of = jnp.append(order, NO_SLOT)
+    return BatchPlan(
         decode_slot=slot_of[rows.decode],
         chunk_slot=slot_of[rows.chunk],
         chunk_start=rows.chunk_start,
         chunk_len=rows.chunk_len,
         advance=rows.advance[place],
         preempted=jnp.sum(who.preempted, dtype=jnp.int32),
-        prefix_queries=jnp.sum(jnp.where(first_time, slots.length[slot_of[matches.place]], 0), dtype=jnp.int32),
-        prefix_hits=jnp.sum(jnp.where(first_time, matches.tokens, 0), dtype=jnp.int32),
+        prefix_queries=jnp.int32(0),
+        prefix_hits=jnp.int32(0),
         sample_row=jnp.where(samples, rows.last_row, -1)[place],
     )
-    return replace(state, slots=slots, pool=pool), plan
 
 
 def demand(state: EngineState, config: EngineConfig) -> Demand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -48,6 +49,8 @@ class ServeConfig:
     """What clients call the model; its own name if not given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and of the KV cache."""
+    record: Path | None = None
+    """File to write every step's inbox and outbox to, for `python -m jbatch.replay`; it holds what clients send."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     """Sizes of the engine, fixed for its life."""
 

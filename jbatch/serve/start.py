@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from jbatch.config import EngineConfig, UserError
+from jbatch.config import UserError
 from jbatch.core.state import Model
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
@@ -21,7 +21,7 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
     """Loads, compiles, and serves on a bound socket until a signal ends it. Raises `UserError`."""
     report(f"load: {config.model} as {config.dtype}")
     loaded = load_model(config.model, dtype=config.dtype, report=report)
-    engine = _started(config.engine, loaded.for_engine(), report)
+    engine = _started(config, loaded.for_engine(), report)
     name = config.served_model_name or loaded.name
 
     def ready() -> None:
@@ -37,14 +37,14 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
         engine.stop(drain=False)
 
 
-def _started(config: EngineConfig, model: Model, report: Callable[[str], None]) -> Engine:
+def _started(config: ServeConfig, model: Model, report: Callable[[str], None]) -> Engine:
     try:
-        engine = Engine(model, config, report)
+        engine = Engine(model, config.engine, report, record=config.record)
         engine.start()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"the device cannot hold this engine ({reason}): lower --num-pages, now {config.num_pages}"
+            f"the device cannot hold this engine ({reason}): lower --num-pages, now {config.engine.num_pages}"
         ) from None
     return engine
 
