@@ -75,7 +75,7 @@ def main(settings: Settings) -> None:
 
 
 def cut(text: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Endless pieces to begin prompts with, each from another place of `text`, so that no two begin alike."""
+    """Endless pieces to begin prompts with, each from another place of `text`."""
     for step in itertools.count():
         at = step * 97 % len(text)
         yield (*text[at:], *text[:at])
