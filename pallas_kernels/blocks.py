@@ -23,6 +23,20 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum, sum of weights, weighted sum of values; the first axis of each is the rows."""
 
 
+def whole_blocks(page_table: jax.Array, page_size: int, num_pages: int) -> tuple[jax.Array, int]:
+    """`page_table` [rows, N] padded to whole blocks, every entry some page's id; and the pages in a block."""
+    pages = max(1, min(BLOCK_TOKENS // page_size, page_table.shape[1]))
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
+    return jnp.clip(table, 0, num_pages - 1), pages
+
+
+def gather_block(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    """Pages `ids` [rows, pages] of `pool` [P, page_size, K, D] -> [rows, pages * page_size, K * D] float32."""
+    num_pages, page_size, kv_heads, dim = pool.shape
+    flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
+    return flat.reshape(-1, ids.shape[1] * page_size, kv_heads * dim).astype(jnp.float32)
+
+
 def over_blocks(num_blocks: jax.Array, attend_block: Callable[[int, jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Runs `attend_block(begin, i, carry)`, block `i` of the rows from `begin` on, over each row's `num_blocks` [rows].
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import BLOCK_TOKENS, LEAST, MASKED, Carry, over_blocks
+from pallas_kernels.blocks import LEAST, MASKED, Carry, gather_block, over_blocks, whole_blocks
 from pallas_kernels.paged_prefill.reference import paged_prefill
 
 MAX_JOINED_HEADS = 4
@@ -36,28 +36,21 @@ def paged_decode(
     group = heads // kv_heads
     own = jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), group, axis=0)[..., None]  # [H, K, 1]
     joined = (q.astype(jnp.float32)[:, :, None] * own * scale).reshape(rows, heads, kv_heads * dim)
-    pages = max(1, min(BLOCK_TOKENS // page_size, page_table.shape[1]))
+    table, pages = whole_blocks(page_table, page_size, num_pages)
     block = pages * page_size
-    # The last block may reach past the table: pad it, and let every entry name some page.
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
-    table = jnp.clip(table, 0, num_pages - 1)
-
-    def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [rows, block, K * D]
-        flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
-        return flat.reshape(-1, block, kv_heads * dim).astype(jnp.float32)
 
     def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
         """Block `i` of the rows from `begin` on."""
         top, norm, out = carry
         ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
         seen = i * block + jnp.arange(block, dtype=jnp.int32) < lengths[begin:, None]
-        scores = jnp.einsum("shd,sbd->shb", joined[begin:], gather(k_pages, ids))
+        scores = jnp.einsum("shd,sbd->shb", joined[begin:], gather_block(k_pages, ids))
         scores = jnp.where(seen[:, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         # A page nobody wrote may hold anything, not-a-number included, and 0 * NaN is NaN.
-        values = jnp.where(seen[..., None], gather(v_pages, ids), 0.0)
+        values = jnp.where(seen[..., None], gather_block(v_pages, ids), 0.0)
         mixed = jnp.einsum("shb,sbd->shd", weights, values).reshape(-1, kv_heads, group, kv_heads, dim)
         mixed = jnp.stack([mixed[:, k, :, k] for k in range(kv_heads)], axis=1).reshape(-1, heads, dim)
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import BLOCK_TOKENS, LEAST, MASKED, Carry, over_blocks
+from pallas_kernels.blocks import LEAST, MASKED, Carry, gather_block, over_blocks, whole_blocks
 
 
 def paged_prefill(
@@ -32,11 +32,8 @@ def paged_prefill(
     rows, num_queries, heads, dim = q.shape
     num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    pages = max(1, min(BLOCK_TOKENS // page_size, page_table.shape[1]))
+    table, pages = whole_blocks(page_table, page_size, num_pages)
     block = pages * page_size
-    # The last block may reach past the table: pad it, and let every entry name some page.
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
-    table = jnp.clip(table, 0, num_pages - 1)
     # [C, K, Q * G, D]: the queries of one KV head lie together, so a block is one matmul a head.
     q = (q.astype(jnp.float32) * scale).reshape(rows, num_queries, kv_heads, group, dim)
     q = q.swapaxes(1, 2).reshape(rows, kv_heads, num_queries * group, dim)
@@ -44,8 +41,7 @@ def paged_prefill(
     last = jnp.repeat(last, group, axis=1)[:, None, :, None]  # [C, 1, Q * G, 1], last position a query sees
 
     def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:  # -> [rows, K, block, D]
-        flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
-        return flat.reshape(-1, block, kv_heads, dim).astype(jnp.float32).swapaxes(1, 2)
+        return gather_block(pool, ids).reshape(-1, block, kv_heads, dim).swapaxes(1, 2)
 
     def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
         """Block `i` of the rows from `begin` on."""
