@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from experiments.load import chat_prompts
 from experiments.report import RESULTS, run, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
-from jbatch.core.inbox import InboxBuilder
+from jbatch.core.inbox import InboxBuilder, Placement
 from jbatch.core.state import EngineState, KVPages, Model, init_state
 from jbatch.core.step import begin, commit, make_batch, step
 from jbatch.models.load import load_model
@@ -112,8 +112,7 @@ def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]
         inbox = InboxBuilder(config)
         while todo and not inbox.full:
             slot, request = todo.pop(0)
-            limit = len(request.prompt) + sampling.max_tokens
-            inbox.admit(slot, slot, request, limit=limit, seed=0, stop_tokens=())
+            inbox.admit(request, Placement(slot, arrival=slot, limit=len(request.prompt) + sampling.max_tokens))
         state, _ = run(state, jnp.asarray(inbox.buffer))
     return replace(state, kv=kv)
 

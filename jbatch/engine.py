@@ -7,12 +7,14 @@ import itertools
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from jbatch.config import EngineConfig
+from jbatch.config import EngineConfig, UserError
+from jbatch.controls import Controls
 from jbatch.core.inbox import InboxBuilder
 from jbatch.core.state import MAX_STOP_TOKENS, Model
 from jbatch.ingress import Ingress, Ticket
@@ -21,6 +23,7 @@ from jbatch.recording import Recorder
 from jbatch.request import (
     INT32_MAX,
     Completion,
+    DeadlineError,
     EngineStoppedError,
     FinishReason,
     Output,
@@ -43,9 +46,18 @@ class Engine:
         config: EngineConfig,
         report: Callable[[str], None] = lambda line: None,
         *,
+        controls: Controls = Controls(),  # noqa: B008 (frozen)
         record: Path | None = None,
     ) -> None:
-        """`report` takes a line for each phase of the start, and for a failure; `record` names a file to be made."""
+        """An engine that is not started yet.
+
+        Args:
+          report: takes a line for each phase of the start, and for a failure.
+          controls: policy, batching, limits and targets to begin with.
+          record: a file to be made, for `jbatch.replay`.
+
+        Raises `UserError` where `record` exists or cannot be made, or the controls do not go with the sizes.
+        """
         if config.max_model_len > model.max_len:
             report(f"load: max_model_len is {model.max_len}, since this model goes no further")
             config = replace(config, max_model_len=model.max_len)
@@ -53,8 +65,11 @@ class Engine:
         self._model = model
         self._report = report
         self._ids = itertools.count(1)
-        self._lock = threading.Condition()  # guards the five fields below
+        _check_controls(controls, config)
+        self._lock = threading.Condition()  # guards the seven fields below
         self._ingress = Ingress(config.max_queue)
+        self._controls = controls
+        self._arrived = 0  # since the last inbox
         self._cancels: set[int] = set()
         self._accepting = False
         self._stopping = False
@@ -113,15 +128,20 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> int:
         """Queues a request and returns its id; its outputs go to `sink`, the last with a finish reason.
 
-        Raises `RequestError` where this engine cannot serve it, `QueueFullError` where too many wait, and
-        `EngineStoppedError` where it no longer accepts any.
+        Raises `RequestError` where this engine cannot serve it, `QueueFullError` where too many wait, `DeadlineError`
+        where the policy is "edf" and its deadline would be missed, and `EngineStoppedError` where the engine no longer
+        accepts any.
         """
         self._check(request)
         with self._lock:
             if not self._accepting:
                 raise EngineStoppedError("the engine is not running: it takes no more requests")
             id_ = next(self._ids)
-            self._ingress.push(Ticket(id_, request, sink), self._retry_after())
+            ticket = Ticket(id_, request, sink, time.monotonic())
+            if request.deadline is not None and self._controls.policy == "edf":
+                self._check_deadline(ticket, request.deadline)
+            self._ingress.push(ticket, self._retry_after())
+            self._arrived += 1
             self._lock.notify()
         return id_
 
@@ -130,6 +150,17 @@ class Engine:
         with self._lock:
             self._cancels.add(request_id)
             self._lock.notify()
+
+    @property
+    def controls(self) -> Controls:
+        """Policy, batching, limits and targets in force."""
+        return self._controls
+
+    def set_controls(self, controls: Controls) -> None:
+        """Puts other controls in force from the next step on. Raises `UserError` where they do not fit the sizes."""
+        _check_controls(controls, self.config)
+        with self._lock:
+            self._controls = controls
 
     def snapshot(self) -> Snapshot:
         """The state of the engine as of the last step read."""
@@ -197,6 +228,23 @@ class Engine:
             return 1
         return min(60, math.ceil(len(self._ingress) * (past.host_seconds + past.wait_seconds) / past.finished) or 1)
 
+    def _check_deadline(self, ticket: Ticket, deadline: float) -> None:
+        """Raises `DeadlineError` where those due before it leave too little time, by the steps of the past."""
+        past = self._stepper.telemetry
+        if not past.finished:
+            return
+        mean = past.output_tokens / past.finished
+        waiting = [*self._ingress.tickets(), *self._residents.waiting(past.running)]
+        ahead = sum(other.due <= ticket.due for other in waiting)
+        # A place falls free each time one of those that run ends; they have `mean` steps each.
+        limit = max(1, past.running_limit)
+        turns = ahead + 1 if past.running >= limit or ahead >= limit - past.running else 0
+        prompt = len(ticket.request.prompt) / (self.config.chunk_size * max(1, past.chunk_limit))
+        steps = turns * mean / limit + math.ceil(prompt) + min(mean, ticket.request.sampling.max_tokens)
+        wait = steps * past.step_seconds
+        if wait > deadline:
+            raise DeadlineError(deadline, wait)
+
     # ---- the engine's thread ----
 
     def _run(self) -> None:
@@ -229,8 +277,11 @@ class Engine:
             while not (self._residents or self._ingress or self._cancels or self._stopping):
                 self._lock.wait()
             if self._dropping:
-                self._cancels.update(self._residents.slots, self._ingress.ids())
-            inbox = InboxBuilder(self.config)
+                self._cancels.update(self._residents.slots, (ticket.id for ticket in self._ingress.tickets()))
+            controls, now = self._controls, time.monotonic()
+            observed = self._stepper.observed()._replace(queued=len(self._ingress), arrived=self._arrived)
+            inbox = InboxBuilder(self.config, controls, now, observed)
+            self._arrived = 0
             for id_ in self._cancels:
                 if ticket := self._ingress.remove(id_):
                     mail.add(ticket, None, 0.0, "cancelled")
@@ -238,7 +289,7 @@ class Engine:
                     inbox.cancel(slot, id_)
             self._cancels.clear()
             while self._ingress and self._residents.free and not inbox.full:
-                self._admit(self._ingress.pop(), inbox)
+                self._admit(self._ingress.pop(controls, now, self._residents.tenants.live), inbox)
         if not self._residents or (inbox.empty and self._stepper.surely_ends(self._residents.tokens_left())):
             return None
         return inbox
@@ -246,25 +297,25 @@ class Engine:
     def _admit(self, ticket: Ticket, inbox: InboxBuilder) -> None:
         request = ticket.request
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(31)
-        limit = len(request.prompt) + request.sampling.max_tokens
-        slot = self._residents.place(ticket, limit)
         salt = self._salt(request)
-        inbox.admit(
-            slot,
-            ticket.id,
-            request,
-            limit=limit,
+        placement = replace(
+            self._residents.place(ticket),
             seed=seed & INT32_MAX,
             stop_tokens=self._stop_tokens(request),
             salt=salt,
-            cached=self._guess.cached_tokens(request.prompt, salt) if self.config.prefix_caching else 0,
         )
+        if self.config.prefix_caching:
+            cached = self._guess.cached_tokens(request.prompt, salt)
+            placement = replace(placement, pin=request.pin_seconds, cached=cached)
+        inbox.admit(request, placement)
 
     def _salt(self, request: Request) -> bytes:
         """Eight bytes that nobody can foresee; a new one each time keeps a request from sharing anything."""
         if not self.config.prefix_caching:
             return secrets.token_bytes(8)
-        return hashlib.blake2b(request.cache_salt.encode(), key=self._secret, digest_size=8).digest()
+        tenant, salt = request.tenant.encode(), request.cache_salt.encode()
+        owner = len(tenant).to_bytes(8) + tenant + salt
+        return hashlib.blake2b(owner, key=self._secret, digest_size=8).digest()
 
     def _stopped(self) -> bool:
         with self._lock:
@@ -277,9 +328,16 @@ class Engine:
         with self._lock:
             self._accepting = False
             while self._ingress:
-                mail.add(self._ingress.pop(), None, 0.0, "error")
+                mail.add(self._ingress.pop(self._controls, 0.0, lambda tenant: 0), None, 0.0, "error")
         self._residents.end_all("error", mail)
         mail.deliver(self._report)
+
+
+def _check_controls(controls: Controls, config: EngineConfig) -> None:
+    if controls.running_limit > config.max_running:
+        raise UserError(
+            f"running_limit is {controls.running_limit}: it must be at most max_running, {config.max_running}, or 0"
+        )
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -1,10 +1,13 @@
-"""Requests that wait on the host for a slot: a bounded heap in scheduling order. Imports no jax."""
+"""Requests that wait on the host for a slot: bounded, in the order of the policy. Imports no jax."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from jbatch.config import DEFAULT_DEADLINE
+from jbatch.controls import Controls
 from jbatch.request import QueueFullError, Request, Sink
 
 
@@ -15,41 +18,100 @@ class Ticket:
     id: int
     request: Request
     sink: Sink
+    submitted: float = field(default=0.0)
+    """In seconds of the engine's clock."""
+
+    @property
+    def due(self) -> float:
+        """When its answer should have ended."""
+        return self.submitted + (DEFAULT_DEADLINE if self.request.deadline is None else self.request.deadline)
 
 
 class Ingress:
-    """Lower priority value first, then arrival. Not locked: the engine's lock covers it."""
+    """Goes by what the host knows of a policy's order; among the slots the scheduler has the last word.
+
+    Not locked: the engine's lock covers it.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._heap: list[tuple[int, int]] = []
+        self._controls = Controls()
         self._tickets: dict[int, Ticket] = {}  # a heap entry without a ticket was removed
+        self._heaps: dict[str, list[tuple[float, float, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def ids(self) -> list[int]:
-        """Ids of the tickets that wait."""
-        return list(self._tickets)
+    def tickets(self) -> list[Ticket]:
+        """The tickets that wait, in no order."""
+        return list(self._tickets.values())
 
     def push(self, ticket: Ticket, retry_after: int) -> None:
         """Adds a ticket. Raises `QueueFullError`, with the hint given, when no more may wait."""
         if len(self) >= self._capacity:
             raise QueueFullError(len(self), retry_after)
         self._tickets[ticket.id] = ticket
-        heapq.heappush(self._heap, (ticket.request.priority, ticket.id))
+        self._enter(ticket)
 
-    def pop(self) -> Ticket:
-        """Takes the first ticket. Raises `IndexError` when none waits."""
-        while True:
-            _, id_ = heapq.heappop(self._heap)
-            if id_ in self._tickets:
-                return self._tickets.pop(id_)
+    def pop(self, controls: Controls, now: float, live: Callable[[str], int]) -> Ticket:
+        """Takes the first ticket.
+
+        Args:
+          controls: decide the order.
+          now: the engine's time, in seconds.
+          live: how many requests of a tenant have a slot.
+
+        Raises `IndexError` when none waits.
+        """
+        if (controls.policy, controls.aging) != (self._controls.policy, self._controls.aging):
+            self._controls = controls
+            self._rebuild()
+        self._tidy()
+        if controls.policy == "fair":  # whoever has fewest slots; of those, whoever came first
+            heap = min(self._heaps.items(), key=lambda item: (live(item[0]), item[1][0]), default=("", []))[1]
+        else:
+            heap = self._heaps.get("", [])
+        late = []
+        while controls.policy == "edf" and heap and heap[0][0] < now:  # they have missed their deadline
+            late.append(heapq.heappop(heap))
+        entry = heapq.heappop(heap) if heap else late.pop(0)
+        for other in late:
+            heapq.heappush(heap, other)
+        return self._tickets.pop(entry[-1])
 
     def remove(self, id_: int) -> Ticket | None:
         """Takes out the ticket of that id; None where it does not wait here."""
         ticket = self._tickets.pop(id_, None)
-        if ticket is not None and len(self._heap) > 2 * len(self._tickets) + 64:
-            self._heap = [entry for entry in self._heap if entry[1] in self._tickets]
-            heapq.heapify(self._heap)
+        if ticket is not None and sum(map(len, self._heaps.values())) > 2 * len(self._tickets) + 64:
+            self._rebuild()
         return ticket
+
+    def _rebuild(self) -> None:
+        self._heaps = {}
+        for ticket in self._tickets.values():
+            self._enter(ticket)
+
+    def _enter(self, ticket: Ticket) -> None:
+        group = ticket.request.tenant if self._controls.policy == "fair" else ""
+        heapq.heappush(self._heaps.setdefault(group, []), (*self._key(ticket), ticket.id))
+
+    def _tidy(self) -> None:
+        """Drops entries of removed tickets from the tops of the heaps, and heaps that are empty."""
+        for group, heap in list(self._heaps.items()):
+            while heap and heap[0][-1] not in self._tickets:
+                heapq.heappop(heap)
+            if not heap:
+                del self._heaps[group]
+
+    def _key(self, ticket: Ticket) -> tuple[float, float]:
+        """Lower goes first; equal ones go by id. As `core.policies` has it, as far as the host can tell."""
+        request, period = ticket.request, ticket.submitted // self._controls.aging
+        match self._controls.policy:
+            case "priority":
+                return request.priority + period, 0
+            case "edf":
+                return ticket.due, 0
+            case "shortest":
+                return period, len(request.prompt) + request.sampling.max_tokens
+            case _:
+                return 0, 0

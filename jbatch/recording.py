@@ -19,7 +19,7 @@ import numpy as np
 
 from jbatch.config import Bucket, EngineConfig, UserError
 
-FORMAT = "jbatch recording 1"
+FORMAT = "jbatch recording 2"
 _FRAME = struct.Struct("<4sI")
 _MOST_BYTES = 1 << 28
 

@@ -9,6 +9,8 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 INT32_MAX = 2**31 - 1
+MAX_DEADLINE = 86_400.0
+MAX_PIN = 3_600.0
 
 
 class RequestError(ValueError):
@@ -25,6 +27,14 @@ class QueueFullError(Exception):
     def __init__(self, waiting: int, retry_after: int) -> None:
         super().__init__(f"{waiting} requests are waiting already; retry in {retry_after} s")
         self.retry_after = retry_after
+
+
+class DeadlineError(Exception):
+    """A request that would not end before its deadline. `wait` is how long it would take from now, in seconds."""
+
+    def __init__(self, deadline: float, wait: float) -> None:
+        super().__init__(f"the answer would take some {wait:.1f} s and is due in {deadline:.1f} s")
+        self.wait = wait
 
 
 class EngineStoppedError(Exception):
@@ -82,12 +92,20 @@ class Request:
       sampling: how to draw tokens.
       priority: lower runs first, as in vLLM.
       cache_salt: only requests of equal salts share cached prefixes, so none can find out what others have sent.
+      tenant: on whose account it runs. Tenants share nothing, and the policy "fair" serves them equally.
+      program: the agent program it is a step of, if any; the policy "program" goes by what a whole program has got.
+      deadline: seconds from submission in which the answer must end, for the policy "edf".
+      pin_seconds: how long its pages are kept after its end, for a next turn that begins with it; at most an hour.
     """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    program: str = ""
+    deadline: float | None = None
+    pin_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
@@ -95,10 +113,15 @@ class Request:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if abs(self.priority) > INT32_MAX:
             raise RequestError(f"priority is {self.priority}: it must fit in 32 bits", "priority")
-        try:
-            self.cache_salt.encode()
-        except (AttributeError, UnicodeEncodeError):
-            raise RequestError("cache_salt must be text that can be encoded as UTF-8", "cache_salt") from None
+        for name in ("cache_salt", "tenant", "program"):
+            try:
+                getattr(self, name).encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise RequestError(f"{name} must be text that can be encoded as UTF-8", name) from None
+        if self.deadline is not None and not 0 < self.deadline <= MAX_DEADLINE:
+            raise RequestError(f"deadline is {self.deadline}: it must be above 0 and at most a day", "deadline")
+        if not 0 <= self.pin_seconds <= MAX_PIN:
+            raise RequestError(f"pin_seconds is {self.pin_seconds}: it must be from 0 to {MAX_PIN:.0f}", "pin_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +133,14 @@ class Output:
       token: the new token's id, or None when only the finish is news.
       logprob: natural log-probability of `token` under the model's unscaled distribution.
       finish_reason: set on the last output of a request, else None.
+      cached_tokens: tokens of its prompt found in the prefix cache when it first ran.
     """
 
     request_id: int
     token: int | None
     logprob: float
     finish_reason: FinishReason | None
+    cached_tokens: int = 0
 
 
 Sink = Callable[[list[Output]], None]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jbatch.core.inbox import Placement
 from jbatch.core.outbox import OutboxView
-from jbatch.core.state import Finish
+from jbatch.core.state import MAX_PROGRAMS, MAX_TENANTS, NO_PROGRAM, Finish
 from jbatch.ingress import Ticket
+from jbatch.names import Names
 from jbatch.request import FinishReason, Output, Sink
 
 _REASONS: dict[int, FinishReason | None] = {
@@ -25,10 +27,12 @@ class Mail:
     def __init__(self) -> None:
         self._by_sink: dict[int, tuple[Sink, list[Output]]] = {}
 
-    def add(self, ticket: Ticket, token: int | None, logprob: float, finish: FinishReason | None) -> None:
+    def add(
+        self, ticket: Ticket, token: int | None, logprob: float, finish: FinishReason | None, cached: int = 0
+    ) -> None:
         """Adds one output."""
         _, outputs = self._by_sink.setdefault(id(ticket.sink), (ticket.sink, []))
-        outputs.append(Output(ticket.id, token, logprob, finish))
+        outputs.append(Output(ticket.id, token, logprob, finish, cached))
 
     def deliver(self, report: Callable[[str], None]) -> None:
         """Calls every sink. One that raises, against its contract, is reported and costs only its own outputs."""
@@ -47,22 +51,41 @@ class Residents:
     slots: dict[int, int]  # by request id
     free: list[int]
     left: np.ndarray  # [R] int32, tokens the request may still generate
+    tenants: Names
+    programs: Names
 
     @classmethod
     def empty(cls, num_slots: int) -> Residents:
         """No requests."""
-        return cls({}, {}, list(range(num_slots))[::-1], np.zeros(num_slots, np.int32))
+        left = np.zeros(num_slots, np.int32)
+        return cls({}, {}, list(range(num_slots))[::-1], left, Names(MAX_TENANTS), Names(MAX_PROGRAMS))
 
     def __len__(self) -> int:
         return len(self.tickets)
 
-    def place(self, ticket: Ticket, limit: int) -> int:
-        """Gives the ticket a free slot and returns it."""
-        slot = self.free.pop()
+    def place(self, ticket: Ticket) -> Placement:
+        """Gives the ticket a free slot, and its tenant and program a number; the rest of the placement is open."""
+        slot, request = self.free.pop(), ticket.request
         self.tickets[slot] = ticket
         self.slots[ticket.id] = slot
-        self.left[slot] = limit - len(ticket.request.prompt)
-        return slot
+        self.left[slot] = request.sampling.max_tokens
+        tenant, new_tenant = self.tenants.enter(request.tenant)
+        program, new_program = self.programs.enter(request.program) if request.program else (NO_PROGRAM, False)
+        return Placement(
+            slot=slot,
+            arrival=ticket.id,
+            limit=len(request.prompt) + request.sampling.max_tokens,
+            submitted=ticket.submitted,
+            due=ticket.due,
+            tenant=tenant,
+            program=program,
+            new_tenant=new_tenant,
+            new_program=new_program,
+        )
+
+    def waiting(self, running: int) -> list[Ticket]:
+        """About those that wait in a slot while `running` others run: the last to have come. From any thread."""
+        return sorted(self.tickets.copy().values(), key=lambda ticket: ticket.id)[running:]
 
     def tokens_left(self) -> np.ndarray:
         """How many tokens each request may still generate, [M] int32."""
@@ -72,9 +95,9 @@ class Residents:
         """Takes in one step's news and the ids its inbox cancelled."""
         news = outbox.news()
         self.left[news] -= 1
-        columns = (outbox.column(name)[news].tolist() for name in ("token", "logprob", "finish"))
-        for slot, token, logprob, finish in zip(news.tolist(), *columns, strict=True):
-            mail.add(self.tickets[slot], token, logprob, _REASONS[finish])
+        columns = (outbox.column(name)[news].tolist() for name in ("token", "logprob", "finish", "cached"))
+        for slot, token, logprob, finish, cached in zip(news.tolist(), *columns, strict=True):
+            mail.add(self.tickets[slot], token, logprob, _REASONS[finish], cached)
             if finish != Finish.NONE:
                 self._remove(slot)
         for id_ in cancelled:
@@ -90,4 +113,7 @@ class Residents:
         ticket = self.tickets.pop(slot)
         del self.slots[ticket.id]
         self.free.append(slot)
+        self.tenants.leave(ticket.request.tenant)
+        if ticket.request.program:
+            self.programs.leave(ticket.request.program)
         return ticket

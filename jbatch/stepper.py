@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.inbox import InboxBuilder, inbox_size
+from jbatch.core.inbox import InboxBuilder, Observed, inbox_size
 from jbatch.core.outbox import OutboxView
 from jbatch.core.state import EngineState, Model, Phase, Wait, init_state
 from jbatch.core.step import step
@@ -29,6 +29,7 @@ class _InFlight:
     outbox: jax.Array
     bucket: Bucket
     inbox: InboxBuilder
+    sent: float
 
 
 class Stepper:
@@ -45,9 +46,13 @@ class Stepper:
         self._last = OutboxView.idle(config)
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
+        self._read_at = 0.0
+        self._observed = Observed()
         self.programs = Programs(config, step_compiler(model, self._state, config), report)
         pages = config.num_pages - 1
-        self.telemetry = Snapshot(pages_total=pages, pages_free=pages)
+        self.telemetry = Snapshot(
+            pages_total=pages, pages_free=pages, running_limit=config.max_running, chunk_limit=config.max_chunks
+        )
 
     @property
     def in_flight(self) -> int:
@@ -59,7 +64,7 @@ class Stepper:
         begun = time.perf_counter()
         bucket, program = self.programs.choose(self._demand(inbox))
         self._state, outbox = program(self._params, self._state, jax.device_put(inbox.buffer))
-        self._in_flight.append(_InFlight(outbox, bucket, inbox))
+        self._in_flight.append(_InFlight(outbox, bucket, inbox, begun))
         if self._recorder:
             self._recorder.dispatched(bucket, inbox.buffer)
         self._host_seconds += time.perf_counter() - begun
@@ -70,11 +75,26 @@ class Stepper:
         oldest = self._in_flight.popleft()
         buffer = np.asarray(oldest.outbox)
         self._last = OutboxView(buffer)
-        self._wait_seconds += time.perf_counter() - begun
+        now = time.perf_counter()
+        self._wait_seconds += now - begun
+        # It began when it was sent, or when the one before it had ended.
+        self._observe(now - max(self._read_at, oldest.sent))
+        self._read_at = now
         if self._recorder:
             self._recorder.read(buffer)
         self._account(oldest.bucket)
         return self._last, oldest.inbox
+
+    def observed(self) -> Observed:
+        """What the step read last took; each step is told of once."""
+        observed, self._observed = self._observed, Observed()
+        return observed
+
+    def _observe(self, seconds: float) -> None:
+        chunks = -(-self._last.counter("prefill_tokens") // self._config.chunk_size)
+        self._observed = Observed(seconds, self._last.counter("decode_tokens"), chunks)
+        past = self.telemetry.step_seconds
+        self.telemetry = replace(self.telemetry, step_seconds=past + (seconds - past) / 16 if past else seconds)
 
     def surely_ends(self, left: np.ndarray) -> bool:
         """Whether the step under way ends every request; `left` [M] is how many tokens each may still generate."""
@@ -121,6 +141,10 @@ class Stepper:
             preemptions=total.preemptions + last.counter("preempted"),
             prefix_queries=total.prefix_queries + last.counter("prefix_queries"),
             prefix_hits=total.prefix_hits + last.counter("prefix_hits"),
+            recomputed_tokens=total.recomputed_tokens + last.counter("recomputed_tokens"),
+            pages_pinned=last.counter("pinned_pages"),
+            running_limit=last.counter("running_limit"),
+            chunk_limit=last.counter("chunk_limit"),
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
         )

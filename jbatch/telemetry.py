@@ -23,6 +23,14 @@ class Snapshot:
     """Pages that no request holds, those with a cached prefix included."""
     pages_cached: int = 0
     """Free pages whose content a request may still share."""
+    pages_pinned: int = 0
+    """Free pages kept for requests that asked for it."""
+    running_limit: int = 0
+    """Most requests that may run now."""
+    chunk_limit: int = 0
+    """Most prefill rows in a step now."""
+    step_seconds: float = 0.0
+    """Time of a step, averaged over the last few."""
 
     steps: int = 0
     decode_tokens: int = 0
@@ -39,6 +47,8 @@ class Snapshot:
     """Tokens of requests as they started for the first time."""
     prefix_hits: int = 0
     """Tokens of those that were in the prefix cache."""
+    recomputed_tokens: int = 0
+    """Tokens computed again after their request had lost its pages."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Step shapes ready to use, as (decode rows, chunk rows)."""
     host_seconds: float = 0.0

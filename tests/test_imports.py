@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("jax", "flax", "orbax", "fastapi", "tokenizers", "huggingface_hub", "matplotlib", "numpy")
-WITHOUT_JAX = ("jbatch.config", "jbatch.request", "jbatch.ingress", "jbatch.telemetry", "jbatch.tokenizer")
+WITHOUT_JAX = tuple(
+    f"jbatch.{name}" for name in ("config", "controls", "request", "ingress", "names", "telemetry", "tokenizer")
+)
 
 
 def run_python(code: str) -> str:

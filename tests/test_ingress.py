@@ -1,24 +1,67 @@
-"""The host's queue against a sorted list."""
+"""The host's queue against a sorted list, under every policy."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jbatch.controls import POLICIES, Controls, Policy
 from jbatch.ingress import Ingress, Ticket
-from jbatch.request import QueueFullError, Request
+from jbatch.request import QueueFullError, Request, SamplingParams
+
+NOW = 100.0
 
 
-def ticket(id_: int, priority: int = 0) -> Ticket:
-    return Ticket(id_, Request((1,), priority=priority), lambda outputs: None)
+def ticket(id_: int, priority: int = 0, submitted: float = 95.0, max_tokens: int = 16, **others: object) -> Ticket:
+    request = Request((1,), SamplingParams(max_tokens=max_tokens), priority=priority, **others)
+    return Ticket(id_, request, lambda outputs: None, submitted)
+
+
+def pop(ingress: Ingress, policy: Policy = "priority", live: Counter[str] | None = None) -> int:
+    slots = live if live is not None else Counter()
+    return ingress.pop(Controls(policy=policy), NOW, lambda tenant: slots[tenant]).id
 
 
 def test_lower_priority_value_first_then_arrival() -> None:
     ingress = Ingress(10)
     for id_, priority in enumerate([1, 0, 1, -1, 0]):
         ingress.push(ticket(id_, priority), 1)
-    assert [ingress.pop().id for _ in range(5)] == [3, 1, 4, 0, 2]
+    assert [pop(ingress) for _ in range(5)] == [3, 1, 4, 0, 2]
+
+
+def test_to_have_come_a_period_earlier_counts_as_much_as_a_class() -> None:
+    ingress = Ingress(10)
+    ingress.push(ticket(1, priority=0, submitted=95.0), 1)
+    ingress.push(ticket(0, priority=1, submitted=71.0), 1)
+    assert [pop(ingress) for _ in range(2)] == [0, 1]
+
+
+def test_the_tenant_with_fewest_slots_is_next_under_fair() -> None:
+    ingress, live = Ingress(10), Counter({"flood": 1})
+    for id_, tenant in enumerate(["flood", "flood", "flood", "quiet", "quiet"]):
+        ingress.push(ticket(id_, tenant=tenant), 1)
+    order = []
+    for _ in range(5):
+        order.append(pop(ingress, "fair", live))
+        live["quiet" if order[-1] >= 3 else "flood"] += 1
+    assert order == [3, 0, 4, 1, 2]
+
+
+def test_who_has_missed_the_deadline_goes_last_under_edf() -> None:
+    ingress = Ingress(10)
+    for id_, deadline in enumerate([1.0, 9.0, 2.0, 6.0]):  # 1 and 2 seconds have passed
+        ingress.push(ticket(id_, deadline=deadline), 1)
+    assert [pop(ingress, "edf") for _ in range(4)] == [3, 1, 0, 2]
+
+
+def test_a_new_policy_orders_those_that_wait_anew() -> None:
+    ingress = Ingress(10)
+    for id_, tokens in enumerate([30, 10, 20, 5]):
+        ingress.push(ticket(id_, max_tokens=tokens), 1)
+    assert [pop(ingress, "fcfs"), pop(ingress, "shortest"), pop(ingress, "fcfs"), pop(ingress)] == [0, 3, 1, 2]
 
 
 def test_a_full_queue_refuses_with_the_hint() -> None:
@@ -31,42 +74,63 @@ def test_a_full_queue_refuses_with_the_hint() -> None:
     assert len(ingress) == 2
     ingress.remove(1)
     ingress.push(ticket(4), 1)
-    assert [ingress.pop().id for _ in range(2)] == [2, 4]
+    assert [pop(ingress) for _ in range(2)] == [2, 4]
 
 
-def test_popping_from_an_empty_queue() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_popping_from_an_empty_queue(policy: Policy) -> None:
     ingress = Ingress(2)
     ingress.push(ticket(1), 1)
     ingress.remove(1)
     with pytest.raises(IndexError):
-        ingress.pop()
+        pop(ingress, policy)
 
 
 def test_removed_tickets_do_not_pile_up() -> None:
     ingress = Ingress(10)
     ingress.push(ticket(0), 1)
     for id_ in range(1, 5000):
-        ingress.push(ticket(id_), 1)
+        ingress.push(ticket(id_, tenant=str(id_)), 1)
         assert ingress.remove(id_) is not None
         assert ingress.remove(id_) is None
-    assert len(ingress._heap) < 100
-    assert ingress.pop().id == 0
+    assert sum(map(len, ingress._heaps.values())) < 100
+    assert pop(ingress, "fair") == 0
+    assert not ingress._heaps[""]
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["push", "push", "pop", "remove"]), st.integers(0, 60)), max_size=150))
-def test_any_sequence_equals_a_sorted_list(actions: list[tuple[str, int]]) -> None:
-    ingress, model, next_id = Ingress(20), [], 0
-    for action, number in actions:
+def key(waiting: Ticket, policy: Policy) -> tuple[float, ...]:
+    """Its place in the order, lower first."""
+    keys: dict[Policy, tuple[float, ...]] = {
+        "priority": (waiting.request.priority + waiting.submitted // 10,),
+        "shortest": (waiting.submitted // 10, waiting.request.sampling.max_tokens),
+        "edf": (waiting.due < NOW, waiting.due),
+    }
+    return *keys.get(policy, ()), waiting.id
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "pop", "remove"]),
+            st.integers(0, 60),
+            st.sampled_from(["priority", "fcfs", "edf", "shortest", "prefix", "program"]),
+        ),
+        max_size=150,
+    )
+)
+def test_any_sequence_equals_a_sorted_list(actions: list[tuple[str, int, Policy]]) -> None:
+    ingress, model, next_id = Ingress(20), {}, 0
+    for action, number, policy in actions:
         if action == "push" and len(model) < 20:
-            ingress.push(ticket(next_id, number % 3), 1)
-            model = sorted([*model, (number % 3, next_id)])
+            model[next_id] = ticket(next_id, number % 3, 40.0 + number, 1 + number % 7, deadline=1.0 + 17 * number % 90)
+            ingress.push(model[next_id], 1)
             next_id += 1
         elif action == "pop" and model:
-            assert ingress.pop().id == model.pop(0)[1]
+            first = min(model.values(), key=lambda waiting: key(waiting, policy))
+            assert pop(ingress, policy) == first.id
+            del model[first.id]
         elif action == "remove":
-            removed = ingress.remove(number)
-            assert (removed is not None) == any(id_ == number for _, id_ in model)
-            model = [entry for entry in model if entry[1] != number]
+            assert (ingress.remove(number) is not None) == (model.pop(number, None) is not None)
         assert len(ingress) == len(model) and bool(ingress) == bool(model)
-        assert sorted(ingress.ids()) == sorted(id_ for _, id_ in model)
+        assert {waiting.id for waiting in ingress.tickets()} == set(model)

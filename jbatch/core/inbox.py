@@ -1,12 +1,13 @@
-"""What the host tells a step: new requests and cancellations, in one int32 buffer of fixed shape.
+"""What the host tells a step, in one int32 buffer of fixed shape: the header, new requests, cancellations.
 
-The first part has one row per admission: the scalars in `FIELDS`, the stop tokens, the prompt. The second part has
+After the header comes one row per admission: the scalars in `FIELDS`, the stop tokens, the prompt. The last part has
 one entry per slot: non-zero cancels its request.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,76 @@ import numpy as np
 from jax import lax
 
 from jbatch.config import EngineConfig
+from jbatch.controls import BATCHINGS, NUM_CLASSES, POLICIES, Controls
 from jbatch.core.prefix import prompt_digests
-from jbatch.core.state import MAX_STOP_TOKENS, NO_SLOT, NO_TOKEN, Phase, SlotTable
+from jbatch.core.state import (
+    MAX_PROGRAMS,
+    MAX_STOP_TOKENS,
+    MAX_TENANTS,
+    NO_PROGRAM,
+    NO_SLOT,
+    NO_TOKEN,
+    EngineState,
+    Fairness,
+    Header,
+    Phase,
+    SlotTable,
+)
 from jbatch.request import Request
 
-FIELDS = ("slot", "prompt_len", "limit", "priority", "arrival", "top_k", "seed", "salt_low", "salt_high")
+FIELDS = (
+    *("slot", "prompt_len", "limit", "priority", "arrival", "submitted", "deadline", "tenant", "program", "pin"),
+    *("top_k", "seed", "salt_low", "salt_high", "new_tenant", "new_program"),
+)
 FLOATS = ("temperature", "top_p", "min_p")  # stored as their bit patterns
 _SCALARS = len(FIELDS) + len(FLOATS)
 _TOKENS = _SCALARS + MAX_STOP_TOKENS
+_HEADER = {field.name: NUM_CLASSES if field.name.startswith("slo_") else 1 for field in fields(Header)}
+_HEADER_SIZE = sum(_HEADER.values())
+
+
+class Observed(NamedTuple):
+    """What the host has seen since it sent the last inbox."""
+
+    seconds: float = 0.0
+    """How long the step read last took; 0 where that is not known."""
+    decodes: int = 0
+    """Its decode rows in use."""
+    chunks: int = 0
+    """Its chunk rows in use."""
+    queued: int = 0
+    """Requests that wait on the host now."""
+    arrived: int = 0
+    """Requests submitted."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the host adds to a request as it hands it to the device."""
+
+    slot: int
+    """A slot that is free on the device."""
+    arrival: int
+    """Counts up with each request."""
+    limit: int
+    """The length at which it ends."""
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    salt: bytes = bytes(8)
+    """8 bytes; only requests of equal salts share pages."""
+    cached: int = 0
+    """How many of its tokens the host believes to be cached; only the choice of a bucket depends on it."""
+    submitted: float = 0.0
+    """When it was submitted, in seconds of the clock that `InboxBuilder` is given."""
+    due: float = 0.0
+    """When it should end."""
+    pin: float = 0.0
+    """Seconds that its pages are kept after its end."""
+    tenant: int = 0
+    program: int = NO_PROGRAM
+    new_tenant: bool = False
+    """Whether the tenant's number meant another one before."""
+    new_program: bool = False
 
 
 def _row_width(config: EngineConfig) -> int:
@@ -30,18 +93,31 @@ def _row_width(config: EngineConfig) -> int:
 
 def inbox_size(config: EngineConfig) -> int:
     """Length of the buffer."""
-    return config.max_admissions * _row_width(config) + config.max_slots
+    return _HEADER_SIZE + config.max_admissions * _row_width(config) + config.max_slots
+
+
+def _wrapped(milliseconds: int) -> int:
+    """As an int32 that wraps around."""
+    return (milliseconds + 2**31) % 2**32 - 2**31
 
 
 class InboxBuilder:
     """Fills one inbox on the host. Takes at most `max_admissions` requests; the buffer is new each time."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        controls: Controls = Controls(),  # noqa: B008 (frozen)
+        now: float = 0.0,
+        observed: Observed = Observed(),  # noqa: B008
+    ) -> None:
+        """`now` is in seconds of any clock that goes on steadily."""
         self.buffer = np.zeros(inbox_size(config), np.int32)
-        split = config.max_admissions * _row_width(config)
-        self._rows = self.buffer[:split].reshape(config.max_admissions, -1)
+        end = len(self.buffer) - config.max_slots
+        self.buffer[:_HEADER_SIZE] = _header(config, controls, now, observed)
+        self._rows = self.buffer[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
         self._rows[:, 0] = NO_SLOT
-        self._cancel = self.buffer[split:]
+        self._cancel = self.buffer[end:]
         self._chunk_size = config.chunk_size
         self.admitted_chunks: list[int] = []
         """Chunk rows that each admitted prompt takes."""
@@ -55,45 +131,24 @@ class InboxBuilder:
 
     @property
     def empty(self) -> bool:
-        """Whether it holds nothing."""
+        """Whether it holds nothing but its header."""
         return not self.admitted_chunks and not self.cancelled
 
-    def admit(
-        self,
-        slot: int,
-        arrival: int,
-        request: Request,
-        *,
-        limit: int,
-        seed: int,
-        stop_tokens: tuple[int, ...],
-        salt: bytes = bytes(8),
-        cached: int = 0,
-    ) -> None:
-        """Places `request` in a slot that is free on the device.
-
-        Args:
-          limit: the length at which it ends.
-          salt: 8 bytes; only requests of equal salts share pages.
-          cached: how many of its tokens the host believes to be cached; only the choice of a bucket depends on it.
-        """
+    def admit(self, request: Request, at: Placement) -> None:
+        """Places `request` in a free slot."""
         row = self._rows[len(self.admitted_chunks)]
-        self.admitted_chunks.append(-(-(len(request.prompt) - cached) // self._chunk_size))
+        self.admitted_chunks.append(-(-(len(request.prompt) - at.cached) // self._chunk_size))
         sampling = request.sampling
         row[: len(FIELDS)] = (
-            slot,
-            len(request.prompt),
-            limit,
-            request.priority,
-            arrival,
-            sampling.top_k,
-            seed,
-            *np.frombuffer(salt, np.int32),
+            *(at.slot, len(request.prompt), at.limit, request.priority, at.arrival),
+            *(_wrapped(round(at.submitted * 1e3)), _wrapped(round(at.due * 1e3))),
+            *(at.tenant, at.program, round(at.pin * 1e3)),
+            *(sampling.top_k, at.seed, *np.frombuffer(at.salt, np.int32), at.new_tenant, at.new_program),
         )
         temperature = 0.0 if sampling.greedy else sampling.temperature
         row[len(FIELDS) : _SCALARS].view(np.float32)[:] = (temperature, sampling.top_p, sampling.min_p)
         row[_SCALARS:_TOKENS] = NO_TOKEN
-        row[_SCALARS : _SCALARS + len(stop_tokens)] = stop_tokens
+        row[_SCALARS : _SCALARS + len(at.stop_tokens)] = at.stop_tokens
         row[_TOKENS : _TOKENS + len(request.prompt)] = request.prompt
 
     def cancel(self, slot: int, request_id: int) -> None:
@@ -102,32 +157,83 @@ class InboxBuilder:
         self.cancelled.append(request_id)
 
 
-def admit(slots: SlotTable, inbox: jax.Array, config: EngineConfig) -> SlotTable:
-    """Applies an inbox: cancelled slots become free, new requests wait."""
-    split = config.max_admissions * _row_width(config)
-    rows = inbox[:split].reshape(config.max_admissions, -1)
-    cancel = inbox[split:] != 0
-    slots = replace(slots, phase=jnp.where(cancel, Phase.FREE, slots.phase))
+def _header(config: EngineConfig, controls: Controls, now: float, observed: Observed) -> list[int]:
+    """The values of a `Header`, in its order."""
+    now_ms, aging_ms = round(now * 1e3), round(controls.aging * 1e3)
+    values: dict[str, int | list[int]] = {
+        "policy": POLICIES.index(controls.policy),
+        "batching": BATCHINGS.index(controls.batching),
+        "running_limit": min(controls.running_limit or config.max_running, config.max_running),
+        "aging": aging_ms,
+        "batch_size": controls.batch_size,
+        "batch_delay": round(controls.batch_delay * 1e3),
+        "batch_threshold": controls.batch_threshold,
+        "max_pinned": int(controls.pinned_share * (config.num_pages - 1)),
+        "now": _wrapped(now_ms),
+        "aging_window": _wrapped(now_ms // aging_ms * aging_ms),
+        "step_time": min(round(observed.seconds * 1e6), 2**31 - 1),
+        "step_decodes": observed.decodes,
+        "step_chunks": observed.chunks,
+        "queued": observed.queued,
+        "arrived": observed.arrived,
+        "slo_ttft": _by_class(controls.slo_ttft),
+        "slo_tpot": _by_class(controls.slo_tpot),
+    }
+    in_order = (values[name] for name in _HEADER)
+    return [int(number) for value in in_order for number in (value if isinstance(value, list) else [value])]
 
-    def admit_row(slots: SlotTable, row: jax.Array) -> SlotTable:
-        slot = row[0]
-        column = dict(zip(FIELDS[1:], row[1:], strict=False))
-        column |= dict(zip(FLOATS, lax.bitcast_convert_type(row[len(FIELDS) : _SCALARS], jnp.float32), strict=True))
-        salt = lax.bitcast_convert_type(jnp.stack([column.pop("salt_low"), column.pop("salt_high")]), jnp.uint32)
-        column |= {
-            "phase": jnp.int32(Phase.WAITING),
-            "salt": salt,
-            "digests": prompt_digests(salt, row[_TOKENS:], column["prompt_len"], config),
-            "preemptions": jnp.int32(0),
-            "length": column["prompt_len"],
-            "computed": jnp.int32(0),
-            "wait_reason": jnp.int32(0),
-            "stop_tokens": row[_SCALARS:_TOKENS],
-            "tokens": row[_TOKENS:],
-        }
-        return replace(slots, **{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
 
-    def admit_nth(i: jax.Array, slots: SlotTable) -> SlotTable:
-        return admit_row(slots, rows[i])
+def _by_class(targets: tuple[float, ...]) -> list[int]:
+    """One target in milliseconds for each class; the last one given holds for the rest."""
+    given = [max(1, round(target)) for target in targets]
+    return [*given, *[given[-1] if given else 0] * (NUM_CLASSES - len(given))]
 
-    return lax.fori_loop(0, jnp.sum(rows[:, 0] != NO_SLOT, dtype=jnp.int32), admit_nth, slots)
+
+def _read_header(values: jax.Array) -> Header:
+    parts = {}
+    at = 0
+    for name, size in _HEADER.items():
+        parts[name] = values[at] if size == 1 else values[at : at + size]
+        at += size
+    return Header(**parts)
+
+
+def admit(state: EngineState, inbox: jax.Array, config: EngineConfig) -> EngineState:
+    """Applies an inbox: takes over the header; cancelled slots become free, new requests wait."""
+    end = inbox.shape[0] - config.max_slots
+    rows = inbox[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
+    slots = replace(state.slots, phase=jnp.where(inbox[end:] != 0, Phase.FREE, state.slots.phase))
+
+    def admit_nth(i: jax.Array, carry: tuple[SlotTable, Fairness]) -> tuple[SlotTable, Fairness]:
+        slots, fairness = carry
+        slot, column, news = _read_row(rows[i], config)
+        slots = replace(slots, **{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
+        tenant = jnp.where(news["new_tenant"] != 0, column["tenant"], MAX_TENANTS)  # past the end: dropped
+        program = jnp.where(news["new_program"] != 0, column["program"], MAX_PROGRAMS)
+        return slots, Fairness(
+            tenant=fairness.tenant.at[tenant].set(0, mode="drop"),
+            program=fairness.program.at[program].set(0, mode="drop"),
+        )
+
+    count = jnp.sum(rows[:, 0] != NO_SLOT, dtype=jnp.int32)
+    slots, fairness = lax.fori_loop(0, count, admit_nth, (slots, state.fairness))
+    return replace(state, slots=slots, fairness=fairness, header=_read_header(inbox[:_HEADER_SIZE]))
+
+
+def _read_row(row: jax.Array, config: EngineConfig) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+    """A row's slot, its values for the slot table, and the flags that are not part of that."""
+    column = dict(zip(FIELDS, row, strict=False))
+    column |= dict(zip(FLOATS, lax.bitcast_convert_type(row[len(FIELDS) : _SCALARS], jnp.float32), strict=True))
+    slot = column.pop("slot")
+    news = {name: column.pop(name) for name in ("new_tenant", "new_program")}
+    salt = lax.bitcast_convert_type(jnp.stack([column.pop("salt_low"), column.pop("salt_high")]), jnp.uint32)
+    column |= {
+        "phase": jnp.int32(Phase.WAITING),
+        "salt": salt,
+        "digests": prompt_digests(salt, row[_TOKENS:], column["prompt_len"], config),
+        "length": column["prompt_len"],
+        "stop_tokens": row[_SCALARS:_TOKENS],
+        "tokens": row[_TOKENS:],
+    }
+    zeros = ("computed", "wait_reason", "preemptions", "reached", "cached")
+    return slot, column | dict.fromkeys(zeros, jnp.int32(0)), news

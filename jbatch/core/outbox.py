@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from jbatch.config import EngineConfig
-from jbatch.core.pages import num_cached, num_free
+from jbatch.core.pages import num_cached, num_free, num_pinned
 from jbatch.core.schedule import Demand
 from jbatch.core.state import NO_SLOT, NO_TOKEN, BatchPlan, EngineState
 
@@ -20,23 +21,30 @@ COUNTERS = (
     "cached_pages",
     "prefix_queries",
     "prefix_hits",
+    "recomputed_tokens",
+    "pinned_pages",
+    "running_limit",
+    "chunk_limit",
     "next_decodes",
     "next_prefills",
     "next_chunks",
     "next_places",
 )
-COLUMNS = ("token", "logprob", "finish", "phase", "wait_reason")
+COLUMNS = ("token", "logprob", "finish", "phase", "wait_reason", "cached")
 
 
-def pack_outbox(
-    state: EngineState,
-    plan: BatchPlan,
-    ahead: Demand,
-    token: jax.Array,
-    logprob: jax.Array,
-    finish: jax.Array,
-) -> jax.Array:
-    """One buffer from the state after a step, its plan, the next step's demand, and per slot [R] the step's result."""
+@struct.dataclass
+class StepResult:
+    """What came of a step's plan."""
+
+    token: jax.Array  # [R] int32, NO_TOKEN where none was sampled
+    logprob: jax.Array  # [R] float32
+    finish: jax.Array  # [R] int32, a Finish
+    recomputed: jax.Array  # int32, tokens computed that had been computed before
+
+
+def pack_outbox(state: EngineState, plan: BatchPlan, ahead: Demand, result: StepResult) -> jax.Array:
+    """One buffer from the state after a step, its plan, the next step's demand and the step's result."""
     slots = state.slots
     counters = (
         num_free(state.pool),
@@ -46,17 +54,22 @@ def pack_outbox(
         num_cached(state.pool),
         plan.prefix_queries,
         plan.prefix_hits,
+        result.recomputed,
+        num_pinned(state.pool, state.header.now),
+        jnp.minimum(state.header.running_limit, state.controller.running),
+        state.controller.chunks,
         ahead.decodes,
         ahead.prefills,
         ahead.chunks,
         ahead.places,
     )
     columns = (
-        token,
-        lax.bitcast_convert_type(logprob, jnp.int32),
-        finish,
+        result.token,
+        lax.bitcast_convert_type(result.logprob, jnp.int32),
+        result.finish,
         slots.phase,
         slots.wait_reason,
+        slots.cached,
     )
     return jnp.concatenate([jnp.stack(counters), *columns])
 
@@ -72,7 +85,9 @@ class OutboxView:
     def idle(cls, config: EngineConfig) -> OutboxView:
         """What an engine without requests would report."""
         view = cls(np.zeros(len(COUNTERS) + len(COLUMNS) * config.max_slots, np.int32))
-        view._counters[COUNTERS.index("next_places")] = config.max_running
+        for name in ("next_places", "running_limit"):
+            view._counters[COUNTERS.index(name)] = config.max_running
+        view._counters[COUNTERS.index("chunk_limit")] = config.max_chunks
         view._columns[COLUMNS.index("token")] = NO_TOKEN
         return view
 

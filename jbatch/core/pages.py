@@ -10,6 +10,8 @@ from jax import lax
 
 from jbatch.core.state import NO_PAGE, PagePool
 
+_AGE_BITS, _COLUMN_BITS = 17, 12
+
 
 def pages_for(tokens: jax.Array, page_size: int) -> jax.Array:
     """Pages that hold so many tokens."""
@@ -30,6 +32,15 @@ def num_free(pool: PagePool) -> jax.Array:
 def num_cached(pool: PagePool) -> jax.Array:
     """Pages nobody names whose content may still be shared; a scalar."""
     return jnp.sum((pool.refs == 0) & (pool.digest[:, 0] != 0), dtype=jnp.int32)
+
+
+def num_pinned(pool: PagePool, now: jax.Array) -> jax.Array:
+    """Pages nobody names that are kept for a while; a scalar."""
+    return jnp.sum((pool.refs == 0) & _pinned(pool, now), dtype=jnp.int32)
+
+
+def _pinned(pool: PagePool, now: jax.Array) -> jax.Array:
+    return (pool.digest[:, 0] != 0) & (pool.pinned_until - now > 0)
 
 
 def release(pool: PagePool, page_table: jax.Array, leaving: jax.Array) -> tuple[PagePool, jax.Array]:
@@ -61,27 +72,77 @@ def share(
     return replace(pool, refs=pool.refs.at[entries].add(1, mode="drop")), page_table
 
 
-def evict(pool: PagePool, wanted: jax.Array) -> PagePool:
+def pin(pool: PagePool, page_table: jax.Array, wish: jax.Array, now: jax.Array, most: jax.Array) -> PagePool:
+    """Keeps the pages of slots for `wish` [R] milliseconds from `now`, first pages first, `most` pages in all."""
+    wish = jnp.where(page_table[:, 0] != NO_PAGE, wish, 0)
+    rows = compact(wish > 0, wish.shape[0])
+    # Pins of the past are brought up to now, or they would lie in the future once the clock has wrapped around.
+    pool = replace(pool, pinned_until=now + jnp.maximum(pool.pinned_until - now, 0))
+
+    def pin_row(i: jax.Array, pool: PagePool) -> PagePool:
+        entries = page_table[rows[i]]
+        new = (entries != NO_PAGE) & ~_pinned(pool, now)[entries] & (pool.digest[entries, 0] != 0)
+        room = most - jnp.sum(_pinned(pool, now), dtype=jnp.int32)
+        kept = (entries != NO_PAGE) & (jnp.cumsum(new) <= room)
+        at = jnp.where(kept, entries, pool.refs.shape[0])  # past the end: dropped
+        return replace(pool, pinned_until=pool.pinned_until.at[at].max(now + wish[rows[i]], mode="drop"))
+
+    return lax.fori_loop(0, jnp.sum(wish > 0, dtype=jnp.int32), pin_row, pool)
+
+
+def evict(pool: PagePool, wanted: jax.Array, now: jax.Array) -> PagePool:
     """Forgets what cached pages hold, until `wanted` free pages are not cached, as far as there are so many.
 
-    The least recently used go first, and of those used last in the same step the ones furthest from the beginning: a
-    page is of no use without those before it.
+    Pinned ones go last. The least recently used go first, and of those used last in the same step the ones furthest
+    from the beginning: a page is of no use without those before it.
     """
     free, cached = pool.refs == 0, pool.digest[:, 0] != 0
     lacking = wanted - jnp.sum(free & ~cached, dtype=jnp.int32)
 
-    def forget() -> jax.Array:
-        key = jnp.where(free & cached, pool.last_used, 2**31 - 1)
-        index = jnp.arange(key.shape[0], dtype=jnp.int32)
-        oldest = lax.sort((key, -pool.column, index), num_keys=2)[-1]
-        going = jnp.zeros_like(free).at[oldest].set(index < lacking, unique_indices=True) & free
-        return jnp.where(going[:, None], jnp.uint32(0), pool.digest)
+    def forget() -> PagePool:
+        going = _first(_worth(pool, now), free & cached, lacking)
+        return replace(
+            pool,
+            digest=jnp.where(going[:, None], jnp.uint32(0), pool.digest),
+            pinned_until=jnp.where(going, now, pool.pinned_until),
+        )
 
-    return replace(pool, digest=lax.cond(lacking > 0, forget, lambda: pool.digest))
+    return lax.cond(lacking > 0, forget, lambda: pool)
+
+
+def _worth(pool: PagePool, now: jax.Array) -> jax.Array:
+    """What each cached page [P] is worth, below 2**30; pages used last before 2**17 steps count alike."""
+    age = jnp.clip(pool.clock - pool.last_used, 0, 2**_AGE_BITS - 1)
+    column = jnp.minimum(pool.column, 2**_COLUMN_BITS - 1)
+    worth = ((2**_AGE_BITS - 1 - age) << _COLUMN_BITS) | (2**_COLUMN_BITS - 1 - column)
+    return worth | (_pinned(pool, now).astype(jnp.int32) << (_AGE_BITS + _COLUMN_BITS))
+
+
+def _first(key: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
+    """The `count` entries of `mask` [P] with the least `key` [P], those of lower index where keys are equal.
+
+    By bisection: sorting a few thousand keys takes longer than all the rest of a step's scheduling.
+    """
+
+    def halve(i: jax.Array, bound: jax.Array) -> jax.Array:
+        tried = bound | (1 << (_AGE_BITS + _COLUMN_BITS - i))
+        return jnp.where(jnp.sum(mask & (key < tried), dtype=jnp.int32) < count, tried, bound)
+
+    bound = lax.fori_loop(0, _AGE_BITS + _COLUMN_BITS + 1, halve, jnp.int32(0))
+    below, level = mask & (key < bound), mask & (key == bound)
+    left = count - jnp.sum(below, dtype=jnp.int32)
+    return below | (level & (jnp.cumsum(level, dtype=jnp.int32) <= left))
 
 
 def allocate(
-    pool: PagePool, page_table: jax.Array, slot: jax.Array, held: jax.Array, wanted: jax.Array, *, most: int
+    pool: PagePool,
+    page_table: jax.Array,
+    slot: jax.Array,
+    held: jax.Array,
+    wanted: jax.Array,
+    now: jax.Array,
+    *,
+    most: int,
 ) -> tuple[PagePool, jax.Array]:
     """Appends `wanted[i]` fresh pages to the table row of `slot[i]`, which holds `held[i]` already.
 
@@ -90,7 +151,7 @@ def allocate(
       most: static bound of the pages wanted in all. The caller sees to it that as many as are wanted are free.
     """
     end = jnp.cumsum(wanted, dtype=jnp.int32)
-    pool = evict(pool, end[-1])
+    pool = evict(pool, end[-1], now)
     ids = compact((pool.refs == 0) & (pool.digest[:, 0] == 0), most)
     nth = jnp.arange(most, dtype=jnp.int32)
     owner = jnp.searchsorted(end, nth, side="right").astype(jnp.int32)  # whose page the nth one is

@@ -1,9 +1,9 @@
 """The scheduler: who holds pages, who computes what in this step. Vectorised over slots; obeys its bucket.
 
-1. Order: by priority class, then arrival; a preempted request keeps its arrival, so it returns first.
+1. Order: the policy's levels and scores; see `policies`.
 2. Prefixes: what is cached for the first that wait. Who needs a page that one before it is about to compute, waits.
 3. Residency: walk that order by cumulative sums of pages; running requests that no longer fit are preempted.
-4. Rows: cumulative sums of decode rows and chunk rows against the bucket.
+4. Rows: cumulative sums of decode rows and chunk rows against the bucket and the controller's limit.
 5. Pages: exact cumulative sums hand out free pages for the tokens about to be computed.
 """
 
@@ -17,9 +17,13 @@ from flax import struct
 from jax import lax
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.pages import allocate, compact, pages_for, release, share
+from jbatch.controls import POLICIES
+from jbatch.core.adaptive import expected_growth
+from jbatch.core.batching import Gate, gate
+from jbatch.core.pages import allocate, compact, num_free, num_pinned, pages_for, release, share
+from jbatch.core.policies import Rank, holding_order, rank, row_order
 from jbatch.core.prefix import Matches, match
-from jbatch.core.state import NO_SLOT, BatchPlan, EngineState, Phase, SlotTable, Wait
+from jbatch.core.state import NO_PAGE, NO_SLOT, BatchPlan, EngineState, Phase, Wait
 
 
 @struct.dataclass
@@ -33,8 +37,22 @@ class Demand:
 
 
 @struct.dataclass
+class _Candidates:
+    """What step 3 goes by, in the order in which slots hold pages."""
+
+    phase: jax.Array  # [R] int32
+    need: jax.Array  # [R] int32, pages of all known tokens
+    held: jax.Array  # [R] int32, pages of the computed ones
+    own: jax.Array  # [R] int32, pages held that nobody shares
+    growth: jax.Array  # [R] int32, pages to leave free for it to grow into
+    known: jax.Array  # [R] bool, waits and was looked up in the prefix cache
+    found: jax.Array  # [R] int32, pages it would share with others that run
+    deferred: jax.Array  # [R] bool, waits for a page that another computes
+
+
+@struct.dataclass
 class _Residency:
-    """Step 3's result, in scheduling order."""
+    """Step 3's result, in the same order."""
 
     resident: jax.Array  # [R] bool
     admitted: jax.Array  # [R] bool, resident from this step on
@@ -44,7 +62,7 @@ class _Residency:
 
 @struct.dataclass
 class _Rows:
-    """Step 4's result: rows to places in scheduling order, and back."""
+    """Step 4's result: rows to places in the order of rows, and back."""
 
     decode: jax.Array  # [S] int32, place in the order, R for an idle row
     chunk: jax.Array  # [C] int32, place in the order, R for an idle row
@@ -56,141 +74,228 @@ class _Rows:
 
 def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[EngineState, BatchPlan]:
     """Plans one step and takes the pages it needs. Never fails: what does not fit waits, with a reason."""
-    slots, pool = state.slots, state.pool
-    order = scheduling_order(slots)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
-    phase, length = slots.phase[order], slots.length[order]
-
+    ranks = rank(state, config)
+    order = holding_order(state, ranks)
     matches = match(state, order, config)
-    who = _residency(phase, length, matches, config)
-    computed = _computed(slots.computed[order], who, matches)
-    rows = _rows(jnp.where(who.resident, length, 0), computed, config, bucket)
+    who = _residency(_candidates(state, order, matches, config), gate(state), state, config)
+    who = replace(who, wait=_explained(who.wait, state, order, ranks))
+    place = _inverse(order)
+    state = _moved(state, who, matches, order, place)
 
-    entering = who.admitted.at[matches.place].get(mode="fill", fill_value=False)
-    pool, page_table = release(pool, slots.page_table, ((slots.page_table[:, 0] >= 0) & ~who.resident[place]))
-    pool, page_table = share(pool, page_table, matches.slot, matches.pages, entering)
+    resident = who.resident[place]
+    rows_order = row_order(state, ranks, resident)
+    length = jnp.where(resident, state.slots.length, 0)[rows_order]
+    computed = state.slots.computed[rows_order]
+    rows = _rows(length, computed, state.controller.chunks, config, bucket)
     held = pages_for(computed, config.page_size)
     wanted = jnp.where(rows.advance > 0, pages_for(computed + rows.advance, config.page_size) - held, 0)
     most = bucket.decode + bucket.chunks * (config.chunk_size // config.page_size + 1)
-    pool, page_table = allocate(pool, page_table, order, held, wanted, most=most)
-
-    plan = _plan(slots, order, place, who, rows, computed)
-    first_time = entering & (slots.preemptions[matches.slot] == 0)
-    plan = replace(
-        plan,
-        prefix_queries=jnp.sum(jnp.where(first_time, slots.length[matches.slot], 0), dtype=jnp.int32),
-        prefix_hits=jnp.sum(jnp.where(first_time, matches.tokens, 0), dtype=jnp.int32),
+    pool, page_table = allocate(
+        state.pool, state.slots.page_table, rows_order, held, wanted, state.header.now, most=most
     )
-    wait = jnp.where(who.resident & (rows.advance == 0), Wait.ROWS, who.wait)
-    phase = jnp.where(who.admitted, Phase.RUNNING, jnp.where(who.preempted, Phase.WAITING, phase))
+
+    plan = _plan(rows, rows_order, (rows.advance > 0) & (computed + rows.advance == length))
+    waits = jnp.where(resident & (plan.advance == 0), Wait.ROWS, state.slots.wait_reason)
+    slots = replace(state.slots, page_table=page_table, wait_reason=waits)
+    state = replace(state, slots=slots, pool=pool)
+    return state, _counted(plan, state, who, matches, order)
+
+
+def _candidates(state: EngineState, order: jax.Array, matches: Matches, config: EngineConfig) -> _Candidates:
+    slots, page_size, num_slots = state.slots, config.page_size, order.shape[0]
+    shared = jnp.sum((matches.pages != NO_PAGE) & (state.pool.refs[matches.pages] > 1), axis=1, dtype=jnp.int32)
+    busy = slots.phase != Phase.FREE
+    return _Candidates(
+        phase=slots.phase[order],
+        need=jnp.where(busy, pages_for(slots.length, page_size), 0)[order],
+        held=jnp.where(busy, pages_for(slots.computed, page_size), 0)[order],
+        own=_unshared(state)[order],
+        growth=jnp.where(busy, expected_growth(state, config), 0)[order],
+        known=_by_place(jnp.ones_like(matches.deferred), matches, num_slots),
+        found=_by_place(shared, matches, num_slots),
+        deferred=_by_place(matches.deferred, matches, num_slots),
+    )
+
+
+def _unshared(state: EngineState) -> jax.Array:
+    """Pages [R] that each slot holds alone."""
+    table = state.slots.page_table
+    return jnp.sum((table != NO_PAGE) & (state.pool.refs[table] == 1), axis=1, dtype=jnp.int32)
+
+
+def _by_place(values: jax.Array, matches: Matches, num_slots: int) -> jax.Array:
+    """Values [M] of the slots that were looked up, spread over the order [R]; 0 elsewhere."""
+    return jnp.zeros(num_slots, values.dtype).at[matches.place].set(values, mode="drop")
+
+
+def _residency(slots: _Candidates, gate: Gate, state: EngineState, config: EngineConfig) -> _Residency:
+    """Who holds pages from now on.
+
+    A slot counts with the pages of all its known tokens, computed or not, so nobody starts a prompt that cannot be
+    finished; pages that it would share with running ones do not count. To enter, a waiting slot must moreover leave
+    room for those before it to grow, and what is pinned: one let in only to be preempted a few steps later would
+    compute its prompt for nothing. The first in order need not, so one request always makes progress.
+
+    Whoever stands behind a slot in the order can be preempted for it. That gives back at least the pages that nobody
+    shares: so never too many pages are promised, if sometimes too few.
+
+    Deferred slots wait for a page that another computes. Their room is kept, so that none enters only to be preempted
+    for them, but they bar nobody.
+    """
+    usable = config.num_pages - 1
+    busy = slots.phase != Phase.FREE
+    before = jnp.cumsum(busy, dtype=jnp.int32) - busy.astype(jnp.int32)
+    running, waiting = slots.phase == Phase.RUNNING, (slots.phase == Phase.WAITING) & ~slots.deferred
+    behind = jnp.sum(slots.own) - jnp.cumsum(jnp.where(running, slots.own, 0))
+    grown = jnp.cumsum(jnp.where(running, slots.need - slots.held, 0))
+    held = usable - num_free(state.pool) - behind + grown  # [R], if all up to here stay and none behind
+    newcomers = slots.need - slots.found
+
+    taken = held + jnp.cumsum(jnp.where(slots.phase == Phase.WAITING, newcomers, 0))
+    reserve = jnp.cumsum(slots.growth) - slots.growth + num_pinned(state.pool, state.header.now)
+    has_pages = taken + jnp.where(before == 0, 0, reserve) <= usable
+    has_turn = before < gate.limit
+    # The first that cannot enter bars those behind it, whatever their size: the order is kept.
+    enters = waiting & has_pages & has_turn & slots.known & gate.open
+    barred = lax.cummax((waiting & ~enters).astype(jnp.int32)) > 0
+    admitted = waiting & ~barred
+    # Running slots may use what the barred ones leave.
+    holders = running | admitted
+    taken = held + jnp.cumsum(jnp.where(admitted, newcomers, 0))
+    fits_pages = (taken <= usable) | (jnp.cumsum(holders) == 1)
+    fits_limit = jnp.cumsum(holders, dtype=jnp.int32) <= gate.limit
+    resident = holders & (lax.cummin((~holders | (fits_pages & fits_limit)).astype(jnp.int32)) > 0)
+    preempted = running & ~resident
+    who = _Residency(resident=resident, admitted=admitted, preempted=preempted, wait=jnp.zeros_like(before))
+    left = usable - jnp.max(jnp.where(resident, taken, 0))
+    return replace(who, wait=_reasons(slots, who, gate, has_pages, fits_limit & ~fits_pages, left))
+
+
+def _reasons(
+    slots: _Candidates, who: _Residency, gate: Gate, has_pages: jax.Array, short: jax.Array, left: jax.Array
+) -> jax.Array:
+    """Why each slot [R] waits; `left` is how many pages the residents leave, `short` [R] who lacked pages to stay."""
+    held_back = (slots.phase == Phase.WAITING) & ~slots.deferred & ~who.admitted
+    crowded = jnp.sum(who.resident | slots.deferred) >= gate.limit
+    first = held_back & (jnp.cumsum(held_back) == 1)
+    lacks_pages = (slots.need + slots.growth > left) | (first & ~has_pages)
+    turn_over = lax.cummax((held_back & slots.known).astype(jnp.int32)) > 0
+    reason = jnp.where(turn_over, Wait.POLICY, Wait.ADMISSIONS)
+    reason = jnp.where(lacks_pages, Wait.PAGES, reason)
+    reason = jnp.where(crowded, Wait.RUNNING_LIMIT, reason)
+    reason = jnp.where(gate.open, reason, Wait.BATCHING)
+    wait = jnp.where(held_back, reason, jnp.where(slots.deferred, Wait.PREFIX, Wait.NONE))
+    lost = jnp.where(lax.cummax(short.astype(jnp.int32)) > 0, Wait.PAGES, Wait.RUNNING_LIMIT)
+    return jnp.where(who.preempted, lost, wait).astype(jnp.int32)
+
+
+def _explained(wait: jax.Array, state: EngineState, order: jax.Array, ranks: Rank) -> jax.Array:
+    """Reasons in `order` with those that only the policy and the controller know."""
+    targeted = state.controller.running < state.header.running_limit
+    wait = jnp.where((wait == Wait.RUNNING_LIMIT) & targeted, Wait.SLO, wait)
+    waits = (wait != Wait.NONE) & (wait != Wait.PREFIX) & (state.slots.phase[order] == Phase.WAITING)
+    overdue = (state.header.policy == POLICIES.index("edf")) & (ranks[0][order] > 0)
+    return jnp.where(waits & overdue, Wait.DEADLINE, wait)
+
+
+def _moved(state: EngineState, who: _Residency, matches: Matches, order: jax.Array, place: jax.Array) -> EngineState:
+    """Those who leave give up their pages; those who enter begin with what they found in the cache."""
+    slots, resident = state.slots, who.resident[place]
+    pool, page_table = release(state.pool, slots.page_table, (slots.page_table[:, 0] != NO_PAGE) & ~resident)
+    entering = who.admitted.at[matches.place].get(mode="fill", fill_value=False)
+    pool, page_table = share(pool, page_table, matches.slot, matches.pages, entering)
+    found = _by_place(jnp.where(entering, matches.tokens, 0), matches, order.shape[0])[place]
+    admitted, preempted = who.admitted[place], who.preempted[place]
+    phase = jnp.where(admitted, Phase.RUNNING, jnp.where(preempted, Phase.WAITING, slots.phase))
     slots = replace(
         slots,
-        phase=phase[place],
-        preemptions=slots.preemptions + who.preempted[place].astype(jnp.int32),
-        computed=computed[place],
-        wait_reason=wait[place],
+        phase=phase,
+        preemptions=slots.preemptions + preempted.astype(jnp.int32),
+        computed=jnp.where(resident & ~admitted, slots.computed, found),
+        cached=jnp.where(admitted & (slots.preemptions == 0), found, slots.cached),
+        wait_reason=who.wait[place],
         page_table=page_table,
     )
-    return replace(state, slots=slots, pool=pool), plan
+    return replace(state, slots=slots, pool=pool)
 
 
-def _plan(
-    slots: SlotTable, order: jax.Array, place: jax.Array, who: _Residency, rows: _Rows, computed: jax.Array
-) -> BatchPlan:
-    """The rows in terms of slots instead of places in the order; prefix counters are left at 0."""
-    samples = (rows.advance > 0) & (computed + rows.advance == slots.length[order])
+def _plan(rows: _Rows, order: jax.Array, samples: jax.Array) -> BatchPlan:
+    """The rows in terms of slots instead of places in `order`; the rest is left at 0."""
     slot_of = jnp.append(order, NO_SLOT)
+    place = _inverse(order)
     return BatchPlan(
         decode_slot=slot_of[rows.decode],
         chunk_slot=slot_of[rows.chunk],
         chunk_start=rows.chunk_start,
         chunk_len=rows.chunk_len,
         advance=rows.advance[place],
-        preempted=jnp.sum(who.preempted, dtype=jnp.int32),
+        sample_row=jnp.where(samples, rows.last_row, -1)[place],
+        preempted=jnp.int32(0),
         prefix_queries=jnp.int32(0),
         prefix_hits=jnp.int32(0),
-        sample_row=jnp.where(samples, rows.last_row, -1)[place],
+        order=order,
+        matched=jnp.zeros_like(order),
     )
 
 
-def demand(state: EngineState, config: EngineConfig) -> Demand:
-    """Looks ahead from a settled state, so that the host can choose a bucket without knowing the policy."""
-    slots = state.slots
-    order = scheduling_order(slots)
-    matches = match(state, order, config)
-    who = _residency(slots.phase[order], slots.length[order], matches, config)
-    computed = _computed(slots.computed[order], who, matches)
+def _counted(plan: BatchPlan, state: EngineState, who: _Residency, matches: Matches, order: jax.Array) -> BatchPlan:
+    """The plan with what happened on the way to it."""
+    entering = who.admitted.at[matches.place].get(mode="fill", fill_value=False)
+    first_time = entering & (state.slots.preemptions[matches.slot] == 0)
+    return replace(
+        plan,
+        preempted=jnp.sum(who.preempted, dtype=jnp.int32),
+        prefix_queries=jnp.sum(jnp.where(first_time, state.slots.length[matches.slot], 0), dtype=jnp.int32),
+        prefix_hits=jnp.sum(jnp.where(first_time, matches.tokens, 0), dtype=jnp.int32),
+        order=order,
+        matched=_by_place(matches.tokens, matches, order.shape[0])[_inverse(order)],
+    )
+
+
+def demand(state: EngineState, plan: BatchPlan, config: EngineConfig) -> Demand:
+    """Looks ahead from a settled state, so that the host can choose a bucket without knowing the policy.
+
+    Goes by the order of the step just taken and by what it found in the prefix cache, so it costs little. Who was
+    deferred in that step is taken to enter in the next one.
+    """
+    slots, order, num_slots = state.slots, plan.order, plan.order.shape[0]
+    phase = slots.phase[order]
+    shareable = (slots.length - 1) // config.page_size * config.page_size
+    found = jnp.where(slots.wait_reason == Wait.PREFIX, shareable, plan.matched)
+    none = jnp.zeros(num_slots, bool)
+    waiting = phase == Phase.WAITING
+    candidates = _Candidates(
+        phase=phase,
+        need=jnp.where(phase != Phase.FREE, pages_for(slots.length, config.page_size)[order], 0),
+        held=jnp.where(phase != Phase.FREE, pages_for(slots.computed, config.page_size)[order], 0),
+        own=_unshared(state)[order],
+        growth=jnp.where(phase != Phase.FREE, expected_growth(state, config)[order], 0),
+        known=waiting & (jnp.cumsum(waiting) <= config.max_admissions),
+        found=jnp.zeros_like(order),
+        deferred=none,
+    )
+    allowed = gate(state)
+    who = _residency(candidates, allowed, state, config)
+    computed = jnp.where(who.admitted, found[order], slots.computed[order])
     missing = jnp.where(who.resident, slots.length[order] - computed, 0)
-    deferred = who.wait == Wait.PREFIX
-    held_back = jnp.any((slots.phase[order] == Phase.WAITING) & ~who.admitted & ~deferred)
-    taken = jnp.sum(who.resident | deferred, dtype=jnp.int32)
+    taken = jnp.sum(who.resident, dtype=jnp.int32)
+    held_back = jnp.any(waiting & ~who.admitted) | ~allowed.open
+    chunks = jnp.sum(_chunks(missing, config.chunk_size), dtype=jnp.int32)
     return Demand(
         decodes=jnp.sum(missing == 1, dtype=jnp.int32),
         prefills=jnp.sum(missing > 1, dtype=jnp.int32),
-        chunks=jnp.sum(_chunks(missing, config.chunk_size), dtype=jnp.int32),
-        places=jnp.where(held_back, 0, jnp.maximum(config.max_running - taken, 0)),
+        chunks=jnp.minimum(chunks, state.controller.chunks),
+        places=jnp.where(held_back, 0, jnp.maximum(allowed.limit - taken, 0)),
     )
 
 
-def scheduling_order(slots: SlotTable) -> jax.Array:
-    """Slots [R] in the order they are served: priority class, then arrival; free slots last."""
-    idle = (slots.phase == Phase.FREE).astype(jnp.int32)
-    index = jnp.arange(idle.shape[0], dtype=jnp.int32)
-    return lax.sort((idle, slots.priority, slots.arrival, index), num_keys=3)[-1]
+def _inverse(order: jax.Array) -> jax.Array:
+    """Each slot's place in `order` [R]."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
 
 
-def _computed(computed: jax.Array, who: _Residency, matches: Matches) -> jax.Array:
-    """Tokens [R] whose keys and values lie in pages, in scheduling order, given what newcomers find in the cache."""
-    computed = jnp.where(who.resident & ~who.admitted, computed, 0)
-    return computed + jnp.where(who.admitted, _by_place(matches.tokens, matches, computed.shape[0]), 0)
-
-
-def _by_place(values: jax.Array, matches: Matches, num_slots: int) -> jax.Array:
-    """Values [M] of the slots that were looked up, spread over the scheduling order [R]; 0 elsewhere."""
-    return jnp.zeros(num_slots, values.dtype).at[matches.place].set(values, mode="drop")
-
-
-def _residency(phase: jax.Array, length: jax.Array, matches: Matches, config: EngineConfig) -> _Residency:
-    """Who holds pages from now on. Everything is in scheduling order.
-
-    A slot counts with the pages of all its known tokens, computed or not, so nobody starts a prompt that cannot be
-    finished. To enter, a waiting slot must moreover leave one page of growth to each slot before it: a slot let in
-    only to be preempted a few steps later would compute its prompt for nothing. The first in order needs no such
-    room, so one request always makes progress. Pages that are shared count for each who shares them.
-
-    Deferred slots wait for a page that another computes. Their room is kept, so that none enters only to be preempted
-    for them, but they bar nobody.
-    """
-    deferred = _by_place(matches.deferred, matches, phase.shape[0])
-    looked_up = _by_place(jnp.ones_like(matches.deferred), matches, phase.shape[0])
-    usable = config.num_pages - 1
-    need = jnp.where(phase == Phase.FREE, 0, pages_for(length, config.page_size))
-    before = jnp.arange(phase.shape[0], dtype=jnp.int32)
-    waiting, running = (phase == Phase.WAITING) & ~deferred, phase == Phase.RUNNING
-
-    has_pages = jnp.cumsum(need) + before <= usable
-    has_turn = before < config.max_running
-    # The first that cannot enter bars those behind it, whatever their size: arrival order is kept.
-    barred = lax.cummax((waiting & ~(has_pages & has_turn & looked_up)).astype(jnp.int32)) > 0
-    admitted = waiting & ~barred
-    # Running slots may use what the barred ones leave.
-    holders = running | admitted
-    fits_pages = jnp.cumsum(jnp.where(holders, need, 0)) <= usable
-    fits_limit = jnp.cumsum(holders, dtype=jnp.int32) <= config.max_running
-    resident = holders & fits_pages & fits_limit
-    preempted = running & ~resident
-    # Short of pages, it or one before it; whoever waits otherwise finds as many running as may.
-    short = (waiting & looked_up & has_turn & ~has_pages) | (holders & fits_limit & ~fits_pages)
-    crowded = lax.cummax((waiting & looked_up & ~has_turn).astype(jnp.int32)) > 0
-    reason = jnp.where(crowded | preempted, Wait.RUNNING_LIMIT, Wait.ADMISSIONS)
-    reason = jnp.where(lax.cummax(short.astype(jnp.int32)) > 0, Wait.PAGES, reason)
-    wait = jnp.where((waiting & ~admitted) | preempted, reason, Wait.NONE)
-    wait = jnp.where(deferred, Wait.PREFIX, wait)
-    return _Residency(resident=resident, admitted=admitted, preempted=preempted, wait=wait)
-
-
-def _rows(length: jax.Array, computed: jax.Array, config: EngineConfig, bucket: Bucket) -> _Rows:
-    """Deals the bucket's rows to resident slots in order. A slot that lacks one token takes a decode row."""
+def _rows(length: jax.Array, computed: jax.Array, most: jax.Array, config: EngineConfig, bucket: Bucket) -> _Rows:
+    """Deals the bucket's rows, `most` chunk rows at most, in order. A slot that lacks one token takes a decode row."""
     chunk = config.chunk_size
     missing = length - computed
     decodes = missing == 1
@@ -203,7 +308,7 @@ def _rows(length: jax.Array, computed: jax.Array, config: EngineConfig, bucket: 
 
     chunks = _chunks(missing, chunk)
     first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks
-    granted = jnp.clip(bucket.chunks - first, 0, chunks)
+    granted = jnp.clip(jnp.minimum(bucket.chunks, most) - first, 0, chunks)
     end = first + granted
     row = jnp.arange(bucket.chunks, dtype=jnp.int32)
     owner = jnp.searchsorted(end, row, side="right").astype(jnp.int32)  # size R when the row is idle

@@ -7,7 +7,7 @@ tokens, and T = S + C * Q token rows in a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -16,12 +16,16 @@ import jax.numpy as jnp
 from flax import struct
 
 from jbatch.config import EngineConfig
+from jbatch.controls import NUM_CLASSES
 
 NO_SLOT = -1
 NO_PAGE = -1
 NO_TOKEN = -1
 RESERVED_PAGE = 0
 MAX_STOP_TOKENS = 8
+MAX_TENANTS = 64
+MAX_PROGRAMS = 256
+NO_PROGRAM = -1
 
 
 class Phase(IntEnum):
@@ -48,6 +52,14 @@ class Wait(IntEnum):
     """A request before it is computing pages that it will share."""
     ADMISSIONS = 5
     """As many requests enter in this step as may."""
+    POLICY = 6
+    """There is room for it, but not for one that the policy puts before it."""
+    BATCHING = 7
+    """The batch that runs is closed, or the next one is still being collected."""
+    SLO = 8
+    """Fewer requests run than may, so that those keep their latency target."""
+    DEADLINE = 9
+    """Its deadline has passed: it waits behind all whose deadline has not."""
 
 
 class Finish(IntEnum):
@@ -69,6 +81,11 @@ class SlotTable:
     limit: jax.Array  # [R] int32, length at which the request ends
     priority: jax.Array  # [R] int32, lower first
     arrival: jax.Array  # [R] int32, order of submission
+    submitted: jax.Array  # [R] int32, time of submission
+    deadline: jax.Array  # [R] int32, time by which it should end
+    tenant: jax.Array  # [R] int32, below MAX_TENANTS
+    program: jax.Array  # [R] int32, below MAX_PROGRAMS, or NO_PROGRAM
+    pin: jax.Array  # [R] int32, milliseconds that its pages are kept after its end
     temperature: jax.Array  # [R] float32, 0 is greedy
     top_k: jax.Array  # [R] int32, 0 keeps all
     top_p: jax.Array  # [R] float32
@@ -81,6 +98,8 @@ class SlotTable:
     salt: jax.Array  # [R, 2] uint32, requests of different salts share nothing
     digests: jax.Array  # [R, N, 2] uint32, of each full page of known tokens; 0 where there is none
     preemptions: jax.Array  # [R] int32, times it lost its pages
+    reached: jax.Array  # [R] int32, most tokens it ever had computed
+    cached: jax.Array  # [R] int32, tokens it found in the prefix cache when it first entered
 
 
 @struct.dataclass
@@ -91,6 +110,7 @@ class PagePool:
     digest: jax.Array  # [P, 2] uint32, of the tokens up to the page's end; 0 where it cannot be shared
     column: jax.Array  # [P] int32, its place in the page tables
     last_used: jax.Array  # [P] int32, step in which its last user left
+    pinned_until: jax.Array  # [P] int32, time up to which the content is kept
     clock: jax.Array  # int32, steps so far
 
 
@@ -99,6 +119,55 @@ class PrefixIndex:
     """A set-associative hash table from digests to pages. Entries may be stale: the page's own digest decides."""
 
     buckets: jax.Array  # [B, 4] int32, page ids, NO_PAGE where unused; B is a power of two
+
+
+@struct.dataclass
+class Fairness:
+    """What has been done for whom, in tokens; a generated one counts `policies.OUTPUT_WEIGHT` times."""
+
+    tenant: jax.Array  # [MAX_TENANTS] int32, more than the active tenant served least has got
+    program: jax.Array  # [MAX_PROGRAMS] int32
+
+
+@struct.dataclass
+class Controller:
+    """What limits the batch, and the estimates behind that; times in milliseconds, rates per second."""
+
+    running: jax.Array  # int32, most requests that may run, as far as latency targets go
+    chunks: jax.Array  # int32, most chunk rows of a step
+    output_tokens: jax.Array  # float32, mean length of the outputs seen; 0 before the first
+    decode_time: jax.Array  # [M] float32, of a step without chunks whose decode rows are at most 2**m; 0: unknown
+    chunk_time: jax.Array  # float32, that a chunk row adds
+    chunk_share: jax.Array  # float32, chunk rows computed for each decode row
+    arrivals: jax.Array  # float32, requests that come
+    finishes: jax.Array  # float32, requests that end
+    last: jax.Array  # int32, time of the last step
+
+
+@struct.dataclass
+class Header:
+    """What every inbox begins with: the controls in force, the time, and how long a step took; all int32.
+
+    Times are in milliseconds and wrap around after 49 days: only differences count.
+    """
+
+    policy: jax.Array  # index in POLICIES
+    batching: jax.Array  # index in BATCHINGS
+    running_limit: jax.Array
+    aging: jax.Array
+    batch_size: jax.Array
+    batch_delay: jax.Array
+    batch_threshold: jax.Array
+    max_pinned: jax.Array  # pages
+    now: jax.Array
+    aging_window: jax.Array  # when the running period of `aging` milliseconds began
+    step_time: jax.Array  # microseconds that the step read last took; 0: not known
+    step_decodes: jax.Array  # its decode rows in use
+    step_chunks: jax.Array  # its chunk rows in use
+    queued: jax.Array  # requests that wait on the host
+    arrived: jax.Array  # requests submitted since the last inbox
+    slo_ttft: jax.Array  # [NUM_CLASSES], 0: no target
+    slo_tpot: jax.Array  # [NUM_CLASSES], 0: no target
 
 
 @struct.dataclass
@@ -116,6 +185,9 @@ class EngineState:
     slots: SlotTable
     pool: PagePool
     index: PrefixIndex
+    fairness: Fairness
+    controller: Controller
+    header: Header
     kv: KVPages
 
 
@@ -131,6 +203,8 @@ class BatchPlan:
     preempted: jax.Array  # int32, requests that lost their pages
     prefix_queries: jax.Array  # int32, tokens of requests that start for the first time
     prefix_hits: jax.Array  # int32, tokens of those found in the prefix cache
+    order: jax.Array  # [R] int32, slots in the order in which they hold pages
+    matched: jax.Array  # [R] int32, tokens that a waiting slot would find in the prefix cache
     sample_row: jax.Array  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
 
 
@@ -189,6 +263,11 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         limit=ints(rows),
         priority=ints(rows),
         arrival=ints(rows),
+        submitted=ints(rows),
+        deadline=ints(rows),
+        tenant=ints(rows),
+        program=ints(rows, fill=NO_PROGRAM),
+        pin=ints(rows),
         temperature=floats(rows),
         top_k=ints(rows),
         top_p=floats(rows),
@@ -201,6 +280,8 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         salt=jnp.zeros((rows, 2), jnp.uint32),
         digests=jnp.zeros((rows, config.pages_per_slot, 2), jnp.uint32),
         preemptions=ints(rows),
+        reached=ints(rows),
+        cached=ints(rows),
     )
     pages = config.num_pages
     pool = PagePool(
@@ -208,8 +289,26 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         digest=jnp.zeros((pages, 2), jnp.uint32),
         column=ints(pages),
         last_used=ints(pages),
+        pinned_until=ints(pages),
         clock=jnp.int32(0),
     )
     # As many buckets as pages: then hardly ever more than four pages fall into one.
     index = PrefixIndex(buckets=ints(1 << (pages - 1).bit_length(), 4, fill=NO_PAGE))
-    return EngineState(slots=slots, pool=pool, index=index, kv=kv)
+    fairness = Fairness(tenant=ints(MAX_TENANTS), program=ints(MAX_PROGRAMS))
+    controller = Controller(
+        running=jnp.int32(config.max_running),
+        chunks=jnp.int32(config.max_chunks),
+        output_tokens=jnp.float32(0),
+        decode_time=floats(config.max_running.bit_length() + 1),
+        chunk_time=jnp.float32(0),
+        chunk_share=jnp.float32(0),
+        arrivals=jnp.float32(0),
+        finishes=jnp.float32(0),
+        last=jnp.int32(0),
+    )
+    wide = ("slo_ttft", "slo_tpot")
+    scalars = {field.name: ints() for field in fields(Header) if field.name not in wide}
+    header = Header(**scalars, **{name: ints(NUM_CLASSES) for name in wide})
+    return EngineState(
+        slots=slots, pool=pool, index=index, fairness=fairness, controller=controller, header=header, kv=kv
+    )

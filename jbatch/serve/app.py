@@ -10,14 +10,18 @@ from fastapi import FastAPI
 
 from jbatch import __version__
 from jbatch.engine import Engine
+from jbatch.serve import admin as admin_routes
 from jbatch.serve import chat, completions, errors, operations
 from jbatch.serve.limits import BodyLimit
 from jbatch.serve.service import Service
 from jbatch.tokenizer import Tokenizer
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, name: str) -> FastAPI:
-    """An OpenAI-compatible API for a started engine, which it stops when it ends. Clients call the model `name`."""
+def create_app(engine: Engine, tokenizer: Tokenizer, name: str, *, admin: bool = False) -> FastAPI:
+    """An OpenAI-compatible API for a started engine, which it stops when it ends. Clients call the model `name`.
+
+    With `admin`, clients may also read and change its controls.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -31,4 +35,6 @@ def create_app(engine: Engine, tokenizer: Tokenizer, name: str) -> FastAPI:
     app.add_middleware(BodyLimit)
     for module in (chat, completions, operations):
         app.include_router(module.router)
+    if admin:
+        app.include_router(admin_routes.router)
     return app

@@ -10,11 +10,13 @@ from typing import Literal
 import tyro
 
 from jbatch.config import DEFAULT_MODEL, EngineConfig
+from jbatch.controls import Controls
 
 VLLM_NAMES = {
     "--max-num-seqs": "--max-running",
     "--block-size": "--page-size",
     "--num-gpu-blocks-override": "--num-pages",
+    "--scheduling-policy": "--policy",
 }
 """Options of vLLM that mean the same here under another name."""
 
@@ -32,12 +34,12 @@ then, with any OpenAI client whose base URL is http://127.0.0.1:8000/v1, or:
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 
 /metrics tells Prometheus how it goes. SIGTERM or Ctrl-C lets running requests finish; a second one ends them.
-vLLM's names --max-num-seqs, --block-size and --num-gpu-blocks-override work too."""
+vLLM's names --max-num-seqs, --block-size, --num-gpu-blocks-override and --scheduling-policy work too."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """A server: which model, under which address, and the sizes of its engine."""
+    """A server: which model, under which address, and the sizes and the controls of its engine."""
 
     model: tyro.conf.Positional[str] = DEFAULT_MODEL
     """The default model's name, a GGUF file, a Hugging Face directory, or a hub id such as org/name."""
@@ -51,14 +53,18 @@ class ServeConfig:
     """Type of the weights and of the KV cache."""
     record: Path | None = None
     """File to write every step's inbox and outbox to, for `python -m jbatch.replay`; it holds what clients send."""
+    admin: bool = False
+    """Serve /admin/controls: whoever reaches the server may read and change policy, batching, limits and targets."""
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     """Sizes of the engine, fixed for its life."""
+    controls: tyro.conf.OmitArgPrefixes[Controls] = field(default_factory=Controls)
+    """What may also be changed while it runs: see --admin."""
 
 
 def parse(arguments: Sequence[str]) -> ServeConfig:
     """The configuration that a command line asks for.
 
-    Raises `UserError` where the engine's sizes make no sense; `SystemExit` for --help and for unknown options.
+    Raises `UserError` where sizes or controls make no sense; `SystemExit` for --help and for unknown options.
     """
     return tyro.cli(
         ServeConfig,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from jbatch.request import EngineStoppedError, QueueFullError, RequestError
+from jbatch.request import DeadlineError, EngineStoppedError, QueueFullError, RequestError
 
 RETRY_SECONDS = 5
 """Hint to clients of a server that takes no more requests: another may take its place."""
@@ -49,6 +50,8 @@ def describe(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case QueueFullError():
             return _unavailable(str(error), "queue_full", error.retry_after)
+        case DeadlineError():
+            return _unavailable(str(error), "deadline", math.ceil(min(60.0, max(1.0, error.wait))))
         case EngineStoppedError():
             return _unavailable(str(error), "stopping", RETRY_SECONDS)
         case RequestValidationError():
@@ -61,8 +64,8 @@ def describe(error: Exception) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Makes every error of `app` one of ours."""
-    ours = (ApiError, RequestError, QueueFullError, EngineStoppedError, RequestValidationError, HTTPException)
-    for kind in (*ours, Exception):
+    ours = (ApiError, RequestError, QueueFullError, DeadlineError, EngineStoppedError)
+    for kind in (*ours, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _respond)
 
 

@@ -140,6 +140,9 @@ class _EngineCollector(Collector):
             "num_requests_waiting": ("Requests that wait, on the device or the host.", now.waiting + now.queued),
             "kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", used),
             "num_pages_cached": ("Free pages whose content a request may still share.", now.pages_cached),
+            "num_pages_pinned": ("Free pages kept for requests that asked for it.", now.pages_pinned),
+            "running_limit": ("Most requests that may run now.", now.running_limit),
+            "chunk_limit": ("Most prefill rows in a step now.", now.chunk_limit),
             "padding_share": ("Share of computed token rows that held no token.", now.padding_share),
             "compiled_buckets": ("Step shapes ready to use.", len(now.buckets)),
         }
@@ -148,6 +151,7 @@ class _EngineCollector(Collector):
         counters = {
             "generation_tokens": ("Tokens generated.", now.output_tokens),
             "num_preemptions": ("Requests that lost their pages and start over.", now.preemptions),
+            "recomputed_tokens": ("Tokens computed again after a request lost its pages.", now.recomputed_tokens),
             "prefix_cache_queries": ("Tokens of requests as they started.", now.prefix_queries),
             "prefix_cache_hits": ("Tokens of those that were in the prefix cache.", now.prefix_hits),
             "steps": ("Steps of the engine.", now.steps),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jbatch.request import EngineStoppedError, Output, Request
 from jbatch.serve.errors import ApiError
-from jbatch.serve.schemas import Reason, Usage
+from jbatch.serve.schemas import PromptTokensDetails, Reason, Usage
 from jbatch.serve.streams import Streams
 from jbatch.tokenizer import Detokenizer, Tokenizer
 
@@ -28,6 +28,7 @@ class Reply:
         """Submits the requests. Raises what `Engine.submit` raises."""
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
+        self._cached_tokens = [0] * len(requests)
         self._detokenizers = [Detokenizer(tokenizer) for _ in requests]
         self._stream = streams.open(requests)
 
@@ -35,7 +36,12 @@ class Reply:
     def usage(self) -> Usage:
         """Tokens so far."""
         prompt, completion = self._prompt_tokens, self._completion_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
+        )
 
     def close(self) -> None:
         """Cancels what still runs."""
@@ -69,6 +75,7 @@ class Reply:
             raise ApiError(500, "the engine failed during this request", code="engine_failed")
         if output.token is not None:
             self._completion_tokens += 1
+            self._cached_tokens[piece.index] = output.cached_tokens
             if reason != "stop":  # the token that stops is not text
                 piece.text += detokenizer.push(output.token)
         if reason is not None:

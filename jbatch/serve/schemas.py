@@ -91,6 +91,10 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(default=None, max_length=1024)
+    tenant: str | None = Field(default=None, max_length=1024)
+    program: str | None = Field(default=None, max_length=1024)
+    deadline: float | None = None
+    pin_seconds: float | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -105,7 +109,16 @@ class GenerationRequest(Body):
             given["top_k"] = 0
         stops = tuple(self.stop_token_ids or ())
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, **given)
-        return Request(tuple(prompt), sampling, priority=self.priority or 0, cache_salt=self.cache_salt or "")
+        return Request(
+            tuple(prompt),
+            sampling,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            tenant=self.tenant or "",
+            program=self.program or "",
+            deadline=self.deadline,
+            pin_seconds=self.pin_seconds or 0.0,
+        )
 
 
 class CompletionRequest(GenerationRequest):
@@ -163,12 +176,19 @@ class ChatRequest(GenerationRequest):
 # ---- responses ----
 
 
+class PromptTokensDetails(BaseModel):
+    """Tokens of all prompts that were in the prefix cache."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of all prompts and all replies; a token that ended a reply counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TextChoice(BaseModel):

@@ -28,7 +28,7 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
         report(f"ready: {name} at {url(sock)}/v1")
         report(f"try: {_example(url(sock))}")
 
-    server = Server(create_app(engine, loaded.tokenizer, name), engine, ready, report)
+    server = Server(create_app(engine, loaded.tokenizer, name, admin=config.admin), engine, ready, report)
     try:
         server.run(sockets=[sock])
     except OSError as error:  # another process began to listen since `bind`
@@ -39,7 +39,7 @@ def run(config: ServeConfig, sock: socket.socket, report: Callable[[str], None])
 
 def _started(config: ServeConfig, model: Model, report: Callable[[str], None]) -> Engine:
     try:
-        engine = Engine(model, config.engine, report, record=config.record)
+        engine = Engine(model, config.engine, report, controls=config.controls, record=config.record)
         engine.start()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]

@@ -64,22 +64,32 @@ def check_plan(host: Host, trace: Trace, bucket: Bucket) -> None:
         _check_rows(host, trace, slot, rows, decodes)
     assert np.all(plan.chunk_len[plan.chunk_slot == NO_SLOT] == 0)
     waits = [slot for slot in host.live if middle.phase[slot] == Phase.WAITING]
-    waiting = [host.live[slot].key for slot in waits if middle.wait_reason[slot] != Wait.PREFIX]
     for slot in waits:
         if middle.wait_reason[slot] == Wait.PREFIX:
-            _check_deferred(host, slot)
-    for slot, shadow in host.live.items():
-        entered = middle.phase[slot] == Phase.RUNNING and (
-            trace.before.phase[slot] != Phase.RUNNING or trace.before.arrival[slot] != shadow.id
-        )
-        assert not entered or shadow.key < min(waiting, default=(10**9, 0)), "it overtook one that waits"
+            _check_deferred(host, trace, slot)
+    keys = [_key(host, trace, slot) for slot in waits if middle.wait_reason[slot] != Wait.PREFIX]
+    first = min((key for key in keys if key), default=(10**9,))
+    for slot in host.live:
+        mine = _key(host, trace, slot)
+        entered = middle.phase[slot] == Phase.RUNNING and not _ran(host, trace, slot)
+        assert not entered or not mine or mine < first, "it overtook one that waits"
 
 
-def _check_deferred(host: Host, slot: int) -> None:
+def _ran(host: Host, trace: Trace, slot: int) -> bool:
+    """Whether the slot's request was running before the step."""
+    return trace.before.phase[slot] == Phase.RUNNING and trace.before.arrival[slot] == host.live[slot].id
+
+
+def _key(host: Host, trace: Trace, slot: int) -> tuple[float, ...] | None:
+    return host.live[slot].key(host.controls, round(host.now - host.tick, 3), _ran(host, trace, slot))
+
+
+def _check_deferred(host: Host, trace: Trace, slot: int) -> None:
     """Someone before it computes what it will share."""
     mine, size = host.live[slot], host.config.page_size
-    ahead = [other for other in host.live.values() if other.key < mine.key and other.salt == mine.salt]
-    assert any(other.known[:size] == mine.known[:size] for other in ahead)
+    alike = [i for i, other in host.live.items() if other.salt == mine.salt and other.known[:size] == mine.known[:size]]
+    key = _key(host, trace, slot)
+    assert any(i != slot and (not key or _key(host, trace, i) < key) for i in alike)
 
 
 def _check_rows(host: Host, trace: Trace, slot: int, rows: np.ndarray, decodes: list[int]) -> None:
@@ -164,12 +174,15 @@ def _check_wait(host: Host, trace: Trace) -> None:
     """Why each slot computed nothing."""
     wait, phase = trace.outbox.column("wait_reason"), trace.middle.phase
     kept = (phase == Phase.WAITING) & (trace.middle.wait_reason == Wait.PREFIX)
-    everyone_runs = np.count_nonzero((phase == Phase.RUNNING) | kept) >= host.config.max_running
+    limit = 1 if host.controls.batching in ("serial", "threshold") else host.config.max_running
+    everyone_runs = np.count_nonzero((phase == Phase.RUNNING) | kept) >= limit
     for slot in host.live:
         if trace.plan.advance[slot] > 0:
             assert wait[slot] == Wait.NONE
         elif phase[slot] == Phase.RUNNING:
             assert wait[slot] == Wait.ROWS
         else:
-            assert wait[slot] in (Wait.PAGES, Wait.RUNNING_LIMIT, Wait.PREFIX, Wait.ADMISSIONS)
+            assert wait[slot] not in (Wait.NONE, Wait.ROWS, Wait.SLO)
+            assert wait[slot] != Wait.BATCHING or host.controls.batching != "continuous"
+            assert wait[slot] != Wait.DEADLINE or host.controls.policy == "edf"
             assert wait[slot] != Wait.RUNNING_LIMIT or everyone_runs, "fewer run than may"

@@ -17,14 +17,17 @@ import numpy as np
 from checks import check_batch, check_outbox, check_plan, check_state
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.inbox import InboxBuilder
+from jbatch.controls import Controls
+from jbatch.core.inbox import InboxBuilder, Placement
 from jbatch.core.outbox import OutboxView
 from jbatch.core.state import (
+    NO_PROGRAM,
     Batch,
     BatchPlan,
     EngineState,
     Finish,
     KVPages,
+    Phase,
     SlotTable,
     init_state,
 )
@@ -55,6 +58,12 @@ class Shadow:
     priority: int
     stops: frozenset[int]
     salt: bytes
+    submitted: float = 0.0
+    due: float = 0.0
+    tenant: int = 0
+    program: int = NO_PROGRAM
+    pin: float = 0.0
+    preempted: bool = False
     sampled: list[int] = field(default_factory=list)
 
     @property
@@ -65,10 +74,20 @@ class Shadow:
         """Tells the keys and values at a position from all others."""
         return self.salt, hash(tuple(self.known[: position + 1]))
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Its place among others: lower goes first."""
-        return self.priority, self.id
+    def key(self, controls: Controls, now: float, running: bool) -> tuple[float, ...] | None:
+        """Its place among others, lower first; None where that takes more than a request tells."""
+        period = self.submitted // controls.aging
+        late = not running and self.due <= now
+        ranks = {
+            "fcfs": (0, 0),
+            "priority": (self.priority + period, 0),
+            "edf": (int(late), self.due),
+            "shortest": (period, self.limit),
+        }
+        if controls.policy not in ranks:
+            return None
+        level, score = ranks[controls.policy]
+        return level, 0 if running else 1 if self.preempted else 2, 0 if running else score, self.id
 
 
 @cache
@@ -87,9 +106,14 @@ def compiled_step(config: EngineConfig, bucket: Bucket) -> Any:
 class Host:
     """Submits, cancels, steps; every step is checked."""
 
-    def __init__(self, config: EngineConfig, lag: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, lag: int = 0, controls: Controls | None = None, tick: float = 0.05
+    ) -> None:
         self.config = config
         self.lag = lag
+        self.controls = controls or Controls()
+        self.tick = tick  # seconds between steps
+        self.now = 1000.0
         self.state = jax.tree.map(np.asarray, init_state(config, KVPages(k=(), v=())))
         self.live: dict[int, Shadow] = {}  # by slot: what the device holds
         self.queue: list[Shadow] = []
@@ -112,12 +136,18 @@ class Host:
         priority: int = 0,
         stops: frozenset[int] = frozenset(),
         salt: bytes | None = None,
+        deadline: float = 60.0,
+        **others: Any,
     ) -> int:
-        """Queues a request; it shares pages with those of the same salt, with none by default."""
+        """Queues a request; it shares pages with those of the same salt, with none by default.
+
+        `others` are the tenant, the program, and the seconds to pin its pages for.
+        """
         self.num_ids += 1
         limit = min(len(prompt) + max_tokens, self.config.max_request_len)
         salt = salt or self.num_ids.to_bytes(8, "big")
-        self.queue.append(Shadow(self.num_ids, prompt, limit, priority, stops, salt))
+        times = {"submitted": self.now, "due": self.now + deadline}
+        self.queue.append(Shadow(self.num_ids, prompt, limit, priority, stops, salt, **times, **others))
         return self.num_ids
 
     def cancel(self, slot: int) -> None:
@@ -146,6 +176,7 @@ class Host:
         middle, plan, batch, self.state, packed = out
         trace = Trace(before, middle, plan, batch, self.state, OutboxView(packed), tokens, cancelled)
         self.num_steps += 1
+        self.now = round(self.now + self.tick, 3)
         check_plan(self, trace, bucket)
         check_batch(self, trace)
         self._settle(trace)
@@ -170,10 +201,10 @@ class Host:
         return hit
 
     def _fill_inbox(self) -> InboxBuilder:
-        inbox = InboxBuilder(self.config)
+        inbox = InboxBuilder(self.config, self.controls, self.now)
         for slot in self.cancels:
             inbox.cancel(slot, 0)
-        self.queue.sort(key=lambda shadow: shadow.key)
+        self.queue.sort(key=lambda shadow: (shadow.key(self.controls, self.now, False) or (0,), shadow.id))
         # A slot may have been cancelled without having been seen free; it must not be reused in the same step.
         places = sorted(self.seen_free - set(self.cancels))
         while self.queue and places and not inbox.full:
@@ -182,15 +213,17 @@ class Host:
             self.live[slot] = shadow
             sampling = SamplingParams(max_tokens=shadow.limit - len(shadow.prompt), temperature=0.5)
             request = Request(shadow.prompt, sampling, shadow.priority)
-            stops = tuple(shadow.stops)
-            inbox.admit(
-                slot, shadow.id, request, limit=shadow.limit, seed=shadow.id, stop_tokens=stops, salt=shadow.salt
-            )
+            names = ("limit", "salt", "submitted", "due", "tenant", "program", "pin")
+            stops, given = tuple(shadow.stops), {name: getattr(shadow, name) for name in names}
+            inbox.admit(request, Placement(slot, arrival=shadow.id, seed=shadow.id, stop_tokens=stops, **given))
         return inbox
 
     def _settle(self, trace: Trace) -> None:
         """Applies the step to the shadows, as the docstrings tell it."""
         freed = list(trace.cancelled)
+        for slot, shadow in self.live.items():
+            ran = trace.before.phase[slot] == Phase.RUNNING and trace.before.arrival[slot] == shadow.id
+            shadow.preempted |= bool(ran and trace.middle.phase[slot] == Phase.WAITING)
         for slot, shadow in list(self.live.items()):
             row = trace.plan.sample_row[slot]
             if row < 0:
@@ -211,10 +244,12 @@ class Host:
 def steps_to_finish(host: Host) -> int:
     """Steps after which every request must have ended, if none arrives and every step has the largest bucket.
 
-    The first in order always holds pages and gets rows first, and nobody overtakes it. So while it is first each step
-    computes a whole bucket's chunks of it, or its last known token, which yields a new one. Once per request a step
-    may pass until the host reads that a slot is free.
+    Whoever has most to lose keeps its pages, so each step brings some request on by a bucket's chunks, or by a token.
+    Once per request a step may pass until the host reads that a slot is free, and some until a batch is collected. What
+    the preempted compute again is allowed for by counting all of it twice.
     """
     per_step = host.config.largest_bucket.chunks * host.config.chunk_size
+    collecting = 2 + round(host.controls.batch_delay / host.tick)
     requests = [*host.live.values(), *host.queue]
-    return sum(-(-shadow.limit // per_step) + shadow.limit - len(shadow.known) + 1 + host.lag for shadow in requests)
+    steps = sum(-(-shadow.limit // per_step) + shadow.limit - len(shadow.known) for shadow in requests)
+    return 2 * steps + len(requests) * (1 + host.lag + collecting)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from jbatch.config import EngineConfig
+from jbatch.controls import BATCHINGS, POLICIES, Batching, Controls, Policy
 
 SCARCE = EngineConfig(
     max_model_len=40,
@@ -57,17 +58,41 @@ class Machine(RuleBasedStateMachine):
         stops=st.frozensets(st.integers(0, 14), max_size=3),
         first=st.one_of(st.just(0), st.integers(0, 11)),
         salt=st.sampled_from([b"tenant a", b"tenant b"]),
+        others=st.fixed_dictionaries(
+            {
+                "tenant": st.integers(0, 2),
+                "program": st.integers(-1, 2),
+                "pin": st.sampled_from([0.0, 0.0, 1.0]),
+                "deadline": st.sampled_from([0.2, 1.0, 60.0]),
+            }
+        ),
     )
     def submit(
-        self, length: int, max_tokens: int, priority: int, stops: frozenset[int], first: int, salt: bytes
+        self,
+        length: int,
+        max_tokens: int,
+        priority: int,
+        stops: frozenset[int],
+        first: int,
+        salt: bytes,
+        others: dict[str, float],
     ) -> None:
         length = min(length, self.config.max_request_len - 1)
-        self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops, salt)
+        self.host.submit(tuple(first + i for i in range(length)), max_tokens, priority, stops, salt, **others)
 
     @rule(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=5), stop=st.integers(0, 11))
     def submit_many(self, lengths: list[int], stop: int) -> None:
         for length in lengths:
             self.host.submit(tuple(range(length)), 12, stops=frozenset({stop}), salt=b"tenant a")
+
+    @rule(
+        policy=st.sampled_from(POLICIES),
+        batching=st.sampled_from(("continuous", "continuous", *BATCHINGS)),
+        aging=st.sampled_from([0.5, 10.0]),
+    )
+    def steer(self, policy: Policy, batching: Batching, aging: float) -> None:
+        sizes = {"batch_size": 3, "batch_delay": 0.3, "batch_threshold": 2}
+        self.host.controls = Controls(policy=policy, batching=batching, aging=aging, **sizes)
 
     @rule(nth=st.integers(0, 10))
     def cancel(self, nth: int) -> None:

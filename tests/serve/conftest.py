@@ -70,11 +70,11 @@ def byte_tokenizer() -> Tokenizer:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[Live]:
+def serving(engine: Engine, *, admin: bool = False) -> Iterator[Live]:
     """A server for a started engine."""
     tokenizer, listening, sock = byte_tokenizer(), threading.Event(), bind("127.0.0.1", 0)
     base = url(sock)
-    server = Server(create_app(engine, tokenizer, "tiny"), engine, listening.set, lambda line: None)
+    server = Server(create_app(engine, tokenizer, "tiny", admin=admin), engine, listening.set, lambda line: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
@@ -92,7 +92,7 @@ def shared() -> Iterator[Live]:
     """One server for most tests."""
     engine = Engine(tiny_model(), ENGINE)
     engine.start()
-    with serving(engine) as live:
+    with serving(engine, admin=True) as live:
         yield live
 
 

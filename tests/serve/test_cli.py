@@ -17,6 +17,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from jbatch.controls import Controls
+from jbatch.serve.config import ServeConfig, parse
+
 SMALL = ["--max-running", "1", "--max-chunks", "1", "--max-model-len", "4096", "--num-pages", "512"]
 
 
@@ -59,8 +62,15 @@ def test_help_is_quick_and_needs_no_jax(environment):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - begun < 3
-    for word in ("examples:", "curl", "--max-running", "--max-num-seqs", "Tokens in a page"):
+    for word in ("examples:", "curl", "--max-running", "--max-num-seqs", "Tokens in a page", "--slo-ttft", "--admin"):
         assert word in done.stdout
+
+
+def test_controls_are_options():
+    config = parse(["m", "--scheduling-policy", "fcfs", "--slo-ttft", "500", "1000", "--slo-tpot=100", "--aging", "5"])
+    assert config.controls == Controls(policy="fcfs", slo_ttft=(500.0, 1000.0), slo_tpot=(100.0,), aging=5.0)
+    assert parse(["--batching", "static", "--admin"]) == ServeConfig(admin=True, controls=Controls(batching="static"))
+    assert not ServeConfig().admin
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,7 @@ def test_help_is_quick_and_needs_no_jax(environment):
         (["no-such-model"], "no-such-model"),
         (["--page-size", "3"], "power of two"),
         (["--max_num_seqs=0"], "max_running"),
+        (["--slo-ttft", "500", "0"], "slo_ttft"),
         (["--port", "70000"], "65535"),
         (["--host", "not a host"], "not a host"),
     ],
@@ -107,8 +118,10 @@ def stream_slowly(base: str, tokens: int) -> tuple[threading.Thread, list[str], 
 
 
 def test_sigterm_drains(environment, model_directory):
-    with server(environment, model_directory, "--served-model-name", "mine", *SMALL) as (process, base):
+    options = ["--served-model-name", "mine", "--policy", "fair", "--admin", *SMALL]
+    with server(environment, model_directory, *options) as (process, base):
         assert httpx.get(f"{base}/v1/models").json()["data"][0]["id"] == "mine"
+        assert httpx.get(f"{base}/admin/controls").json()["policy"] == "fair"
         thread, frames, begun = stream_slowly(base, 500)
         assert begun.wait(20)
         process.send_signal(signal.SIGTERM)

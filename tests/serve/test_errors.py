@@ -11,11 +11,11 @@ import openai
 import pytest
 from tiny import TINY_ENGINE
 
-from jbatch.request import EngineStoppedError, Output, Request, Sink
+from jbatch.request import DeadlineError, EngineStoppedError, Output, Request, Sink
 from jbatch.telemetry import Snapshot
 
 HELLO = [{"role": "user", "content": "Hello!"}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, CONTROLS = "/v1/chat/completions", "/v1/completions", "/admin/controls"
 
 
 def error_of(reply: httpx.Response) -> dict:
@@ -43,6 +43,12 @@ def error_of(reply: httpx.Response) -> dict:
         (CHAT, {"top_k": -2}, "top_k"),
         (CHAT, {"min_p": 1.5}, "min_p"),
         (CHAT, {"priority": 2**40}, "priority"),
+        (CHAT, {"tenant": "x" * 1025}, "tenant"),
+        (CHAT, {"program": 5}, "program"),
+        (CHAT, {"deadline": 0}, "deadline"),
+        (CHAT, {"deadline": "soon"}, "deadline"),
+        (CHAT, {"pin_seconds": 1e9}, "pin_seconds"),
+        (CHAT, {"pin_seconds": True}, "pin_seconds"),
         (CHAT, {"stop_token_ids": [2**31]}, "stop_token_ids.0"),
         (CHAT, {"stop_token_ids": list(range(50))}, "stop_token_ids"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
@@ -140,6 +146,36 @@ def test_bodies_of_no_or_another_type(live):
         error_of(reply)
 
 
+@pytest.mark.parametrize(
+    ("change", "said", "param"),
+    [
+        ({"policyy": "fcfs"}, "there is no control 'policyy': there are policy, batching, ", "policyy"),
+        ({"max_running": 4}, "there is no control 'max_running'", "max_running"),
+        ({"policy": "best"}, "'fcfs'", "policy"),
+        ({"policy": None}, "'fcfs'", "policy"),
+        ({"running_limit": True}, "valid integer", "running_limit"),
+        ({"running_limit": 1000}, "running_limit", None),
+        ({"aging": "5"}, "valid number", "aging"),
+        ({"aging": 0}, "aging is 0", None),
+        ({"slo_ttft": [500, "x"]}, "valid number", "slo_ttft.1"),
+        ({"slo_tpot": [1, 2, 3, 4, 5]}, "slo_tpot is", None),
+    ],
+)
+def test_bad_controls_change_nothing(live, change, said, param):
+    before = live.engine.controls
+    reply = httpx.patch(live.base + CONTROLS, json={"batching": "static", **change})
+    assert reply.status_code == 400, reply.text
+    assert said in error_of(reply)["message"] and error_of(reply)["param"] == param
+    assert live.engine.controls == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"policy": "\\ud800"}', b'{"aging": NaN}'])
+def test_controls_that_are_not_what_they_should_be(live, content):
+    reply = httpx.patch(live.base + CONTROLS, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    error_of(reply)
+
+
 def test_too_large_a_body(live):
     reply = httpx.post(live.base + TEXT, json={"prompt": "x" * 9_000_000})
     assert reply.status_code == 413
@@ -229,6 +265,34 @@ def test_a_failed_engine(serve, capfd):
         whole = httpx.post(live.base + TEXT, json=body)
         assert whole.status_code == 500 and error_of(whole)["code"] == "engine_failed"
     assert "Traceback" not in capfd.readouterr().err
+
+
+class LateEngine(FailingEngine):
+    """Refuses each request, since it would take `wait` seconds."""
+
+    wait = 0.0
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        raise DeadlineError(request.deadline, self.wait)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_that_cannot_be_kept_says_when_to_come_back(serve, stream):
+    with serve(LateEngine()) as live, live.client() as client:
+        for wait, retry_after in ((0.2, "1"), (2.4, "3"), (1e6, "60")):
+            live.engine.wait = wait
+            with pytest.raises(openai.InternalServerError) as late:
+                client.completions.create(model="tiny", prompt="x", stream=stream, extra_body={"deadline": 1.5})
+            assert late.value.status_code == 503 and late.value.code == "deadline"
+            assert late.value.response.headers["retry-after"] == retry_after
+            assert "due in 1.5 s" in error_of(late.value.response)["message"]
+
+
+def test_controls_are_not_served_unless_asked_for(serve):
+    with serve(FailingEngine()) as live:
+        for reply in (httpx.get(live.base + CONTROLS), httpx.patch(live.base + CONTROLS, json={"policy": "fcfs"})):
+            assert reply.status_code == 404
+            error_of(reply)
 
 
 def test_a_default_of_ours_never_makes_a_prompt_too_long(live):

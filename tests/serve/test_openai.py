@@ -38,6 +38,7 @@ def test_chat(live):
 def test_chat_stream(live):
     with live.client() as client:
         ask = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
+        client.chat.completions.create(**ask)  # so that those that follow find equally much in the prefix cache
         whole = client.chat.completions.create(**ask)
         chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
         plain = list(client.chat.completions.create(**ask, stream=True))
@@ -68,6 +69,31 @@ def test_completions(live):
         pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
         assert "".join(piece.text for piece in pieces) == texts.choices[index].text
         assert [piece.finish_reason for piece in pieces][-1] == "length"
+
+
+def test_usage_counts_cached_prompt_tokens(live):
+    page = live.engine.config.page_size
+    ask = {"model": "tiny", "prompt": [[5] * (2 * page + 1), [6] * (page + 1)], "max_tokens": 2}
+    ask["extra_body"] = {"ignore_eos": True, "cache_salt": "counted"}
+    with live.client() as client:
+        replies = [client.completions.create(**ask) for _ in range(2)]
+        replies += list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))[-1:]
+        ask["extra_body"] |= {"tenant": "another"}
+        replies += [client.completions.create(**ask)]
+    assert [reply.usage.prompt_tokens_details.cached_tokens for reply in replies] == [0, 3 * page, 3 * page, 0]
+
+
+def test_fields_that_openai_does_not_have_reach_the_engine(live, monkeypatch):
+    asked, submit = [], live.engine.submit
+    monkeypatch.setattr(live.engine, "submit", lambda request, sink: asked.append(request) or submit(request, sink))
+    ours = {"tenant": "t", "program": "p", "deadline": 60, "pin_seconds": 0.5, "priority": 2, "cache_salt": "s"}
+    with live.client() as client:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1, extra_body=ours)
+        client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body=dict.fromkeys(ours))
+    assert [{name: getattr(request, name) for name in ours} for request in asked] == [
+        ours,
+        {name: getattr(Request((1,)), name) for name in ours},
+    ]
 
 
 def test_default_lengths(live):

@@ -104,6 +104,9 @@ def test_metrics(live):
     assert grown("request_time_per_output_token_seconds_count") == 3
     assert grown("inter_token_latency_seconds_count") >= 14 + 16 + 18
     assert grown("computed_rows_total") >= grown("decode_tokens_total") + grown("prefill_tokens_total") > 0
+    assert grown("recomputed_tokens_total") == after["jbatch:num_pages_pinned", ""] == 0
+    assert after["jbatch:running_limit", ""] == live.engine.config.max_running
+    assert after["jbatch:chunk_limit", ""] >= 1
     assert after["jbatch:compiled_buckets", ""] >= 1
     assert after["jbatch:num_requests_stalled_by_reason", "pages"] == 0
     assert after["jbatch:e2e_request_latency_seconds_bucket", "0.3"] >= 0

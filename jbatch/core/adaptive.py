@@ -1,0 +1,158 @@
+"""How large the batch may be: what latency targets allow, and what memory the running requests will still want.
+
+After "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching" (arXiv 2503.05248): a
+limit from latency, fed by measured step times, and one from memory, fed by the lengths of outputs. Here the limit from
+latency comes from a model of the step time instead of a search: what a step of so many decode rows takes, and what
+prompts add to it in the long run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jbatch.config import EngineConfig
+from jbatch.core.pages import pages_for
+from jbatch.core.state import Controller, EngineState, Header, Phase
+
+RATE_SECONDS = 10.0
+"""Time over which rates are averaged."""
+
+_NEVER = 1e9
+_MARGIN = 0.95  # of the target that is aimed at
+_FIRST_LIMIT = 8  # requests that run as long as no step time is known
+_STEEPEST, _FLATTEST = 1.8, 1.5  # by how much twice the rows are thought to take longer, upwards and downwards
+
+
+def observe(state: EngineState, config: EngineConfig) -> EngineState:
+    """Takes in what the header tells of the past, and sets the limits for this step."""
+    header = state.header
+    controller = _learn_rates(_learn_times(state.controller, header), header)
+    target = _least(header.slo_tpot, state)
+    targeted, target = target < _NEVER, target * _MARGIN
+    decode_time = _filled(controller.decode_time)
+    rows = jnp.arange(1, config.max_running + 1, dtype=jnp.int32)
+    mean = decode_time[_notch(rows)] + controller.chunk_time * controller.chunk_share * _float(rows)
+    fitting = jnp.max(jnp.where((mean <= target) | ~targeted, rows, 1))
+
+    running = jnp.sum(state.slots.phase == Phase.RUNNING, dtype=jnp.int32)
+    spare = 2 * target - decode_time[_notch(jnp.maximum(running, 1))]
+    chunks = jnp.where(targeted, spare / jnp.maximum(controller.chunk_time, 1e-3), _NEVER)
+    chunks = jnp.where(_first_token_in_danger(state, controller), float(config.max_chunks), chunks)
+    most = config.largest_bucket.chunks
+    controller = replace(
+        controller,
+        running=fitting.astype(jnp.int32),
+        chunks=jnp.clip(chunks, 1, most).astype(jnp.int32),
+    )
+    return replace(state, controller=controller)
+
+
+def expected_growth(state: EngineState, config: EngineConfig) -> jax.Array:
+    """Pages [R] to leave free for each slot to grow into, at least one.
+
+    That is half of the output still expected: by the time a request has grown by all of it, others have ended.
+    """
+    slots, mean = state.slots, state.controller.output_tokens
+    generated = slots.length - slots.prompt_len
+    # One that has gone on for longer than most is given another quarter of the mean.
+    left = jnp.maximum(mean - _float(generated), mean / 4)
+    half = jnp.minimum(left, _float(slots.limit - slots.length)).astype(jnp.int32) // 2
+    grown = pages_for(slots.length + half, config.page_size) - pages_for(slots.length, config.page_size)
+    return jnp.maximum(grown, 1)
+
+
+def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array) -> Controller:
+    """Takes in the slots that end in this step: `done` [R], after `generated` [R] tokens each."""
+    count = jnp.sum(done, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(done, _float(generated), 0.0)) / jnp.maximum(count, 1.0)
+    weight = jnp.where(controller.output_tokens > 0, 1 - jnp.float32(0.95) ** count, 1.0)
+    learned = controller.output_tokens + weight * (mean - controller.output_tokens)
+    return replace(
+        controller,
+        output_tokens=jnp.where(count > 0, learned, controller.output_tokens),
+        finishes=controller.finishes + count / RATE_SECONDS,
+    )
+
+
+def _learn_times(controller: Controller, header: Header) -> Controller:
+    """From the step that the host has read last."""
+    time, chunks = _float(header.step_time) / 1e3, _float(header.step_chunks)
+    notch = _notch(jnp.maximum(header.step_decodes, 1))
+    at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
+    known = controller.decode_time[notch]
+    measured = (header.step_time > 0) & (header.step_decodes > 0)
+
+    learned = jnp.where(known > 0, known + (time - known) / 8, time)
+    # What makes this step longer than before, such as longer contexts, does the same to larger ones.
+    scale = jnp.where((at > notch) & (known > 0), learned / jnp.maximum(known, 1e-3), 1.0)
+    decode_time = jnp.where(at == notch, learned, controller.decode_time * scale)
+    added = jnp.maximum(time - known, 0.0) / jnp.maximum(chunks, 1.0)
+    chunk_time = jnp.where(
+        controller.chunk_time > 0, controller.chunk_time + (added - controller.chunk_time) / 8, added
+    )
+    share = jnp.minimum(chunks / jnp.maximum(_float(header.step_decodes), 1.0), 4.0)
+    return replace(
+        controller,
+        decode_time=jnp.where(measured & (chunks == 0), decode_time, controller.decode_time),
+        chunk_time=jnp.where(measured & (chunks > 0) & (known > 0), chunk_time, controller.chunk_time),
+        chunk_share=jnp.where(
+            measured, controller.chunk_share + (share - controller.chunk_share) / 64, controller.chunk_share
+        ),
+    )
+
+
+def _learn_rates(controller: Controller, header: Header) -> Controller:
+    passed = _float(jnp.maximum(header.now - controller.last, 0)) / 1e3
+    kept = jnp.exp(-passed / RATE_SECONDS)
+    return replace(
+        controller,
+        arrivals=controller.arrivals * kept + _float(header.arrived) / RATE_SECONDS,
+        finishes=controller.finishes * kept,
+        last=header.now,
+    )
+
+
+def _notch(rows: jax.Array) -> jax.Array:
+    """The least m for which 2**m covers so many rows, one at least."""
+    return 32 - jax.lax.clz(rows - 1)
+
+
+def _filled(times: jax.Array) -> jax.Array:
+    """`times` [M] with guesses where nothing is known: from fewer rows, or else from more."""
+    known = [times[i] for i in range(times.shape[0])]
+    for i in range(len(known) - 2, -1, -1):
+        known[i] = jnp.where(known[i] > 0, known[i], known[i + 1] / _FLATTEST)
+    for i in range(1, len(known)):
+        known[i] = jnp.where(times[i] > 0, times[i], jnp.maximum(known[i], known[i - 1] * _STEEPEST))
+    first = jnp.where(1 << jnp.arange(len(known)) <= _FIRST_LIMIT, 0.0, _NEVER)
+    return jnp.where(jnp.any(times > 0), jnp.stack(known), first)
+
+
+def _least(targets: jax.Array, state: EngineState) -> jax.Array:
+    """The tightest of `targets` [NUM_CLASSES] among the classes of requests there are; _NEVER where none has one."""
+    target = targets[_class(state)]
+    counts = (state.slots.phase != Phase.FREE) & (target > 0)
+    return jnp.min(jnp.where(counts, _float(target), _NEVER))
+
+
+def _class(state: EngineState) -> jax.Array:
+    return jnp.clip(state.slots.priority, 0, state.header.slo_tpot.shape[0] - 1)
+
+
+def _first_token_in_danger(state: EngineState, controller: Controller) -> jax.Array:
+    """Whether a request has waited for half its target for the first token, or the next to come is bound to."""
+    slots, header = state.slots, state.header
+    target = header.slo_ttft[_class(state)]
+    first = (slots.phase != Phase.FREE) & (slots.length == slots.prompt_len) & (target > 0)
+    late = jnp.any(first & (2 * (header.now - slots.submitted) > target))
+    waiting = _float(jnp.sum(slots.phase == Phase.WAITING, dtype=jnp.int32) + header.queued)
+    seconds = _least(header.slo_ttft, state) / 1e3
+    ahead = waiting + jnp.maximum(controller.arrivals - controller.finishes, 0.0) * seconds
+    return late | ((waiting > 0) & (seconds < _NEVER / 1e3) & (ahead > controller.finishes * seconds))
+
+
+def _float(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
