@@ -20,6 +20,7 @@ from jbatch.core.state import Controller, EngineState, Header, Phase
 RATE_SECONDS = 10.0
 """Time over which rates are averaged."""
 
+_MOMENTS = 16
 _NEVER = 1e9
 _MARGIN = 0.95  # of the target that is aimed at
 _FIRST_LIMIT = 8  # requests that run as long as no step time is known
@@ -50,18 +51,32 @@ def observe(state: EngineState, config: EngineConfig) -> EngineState:
     return replace(state, controller=controller)
 
 
-def expected_growth(state: EngineState, config: EngineConfig) -> jax.Array:
-    """Pages [R] to leave free for each slot to grow into, at least one.
-
-    That is half of the output still expected: by the time a request has grown by all of it, others have ended.
-    """
+def expected_output(state: EngineState, config: EngineConfig) -> jax.Array:
+    """Tokens [R] that each slot is still expected to generate, a page at least."""
     slots, mean = state.slots, state.controller.output_tokens
-    generated = slots.length - slots.prompt_len
+    generated = _float(slots.length - slots.prompt_len)
     # One that has gone on for longer than most is given another quarter of the mean.
-    left = jnp.maximum(mean - _float(generated), mean / 4)
-    half = jnp.minimum(left, _float(slots.limit - slots.length)).astype(jnp.int32) // 2
-    grown = pages_for(slots.length + half, config.page_size) - pages_for(slots.length, config.page_size)
-    return jnp.maximum(grown, 1)
+    left = jnp.minimum(jnp.maximum(mean - generated, mean / 4), _float(slots.limit - slots.length))
+    return jnp.maximum(left.astype(jnp.int32), config.page_size)
+
+
+def growth(length: jax.Array, left: jax.Array, busy: jax.Array, page_size: int) -> jax.Array:
+    """Pages [R] that the slots before each one will want at most besides those of their known tokens.
+
+    Looks at a few moments until the last of them ends: those that go on have grown by then, the others have given their
+    pages back. (Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", looks at each end.)
+
+    Args:
+      length, left: [R] tokens known and tokens expected to come, in the order in which slots hold pages.
+      busy: [R] bool, the slots that count.
+    """
+    steps = jnp.arange(_MOMENTS + 1, dtype=jnp.int32)[:, None]
+    moment = (jnp.max(jnp.where(busy, left, 0)) * steps + _MOMENTS - 1) // _MOMENTS
+    now = pages_for(length, page_size)
+    then = pages_for(length + jnp.minimum(left, moment[1:]), page_size)
+    change = jnp.where(busy, jnp.where(left > moment[:-1], then - now, -now), 0)
+    total = jnp.cumsum(change, axis=1) - change
+    return jnp.maximum(jnp.max(total, axis=0), 0)
 
 
 def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array) -> Controller:
@@ -83,13 +98,15 @@ def _learn_times(controller: Controller, header: Header) -> Controller:
     notch = _notch(jnp.maximum(header.step_decodes, 1))
     at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
     known = controller.decode_time[notch]
+    base = _filled(controller.decode_time)[notch]
+    any_known = jnp.any(controller.decode_time > 0)
     measured = (header.step_time > 0) & (header.step_decodes > 0)
 
     learned = jnp.where(known > 0, known + (time - known) / 8, time)
     # What makes this step longer than before, such as longer contexts, does the same to larger ones.
     scale = jnp.where((at > notch) & (known > 0), learned / jnp.maximum(known, 1e-3), 1.0)
     decode_time = jnp.where(at == notch, learned, controller.decode_time * scale)
-    added = jnp.maximum(time - known, 0.0) / jnp.maximum(chunks, 1.0)
+    added = jnp.maximum(time - base, 0.0) / jnp.maximum(chunks, 1.0)
     chunk_time = jnp.where(
         controller.chunk_time > 0, controller.chunk_time + (added - controller.chunk_time) / 8, added
     )
@@ -97,7 +114,7 @@ def _learn_times(controller: Controller, header: Header) -> Controller:
     return replace(
         controller,
         decode_time=jnp.where(measured & (chunks == 0), decode_time, controller.decode_time),
-        chunk_time=jnp.where(measured & (chunks > 0) & (known > 0), chunk_time, controller.chunk_time),
+        chunk_time=jnp.where(measured & (chunks > 0) & any_known, chunk_time, controller.chunk_time),
         chunk_share=jnp.where(
             measured, controller.chunk_share + (share - controller.chunk_share) / 64, controller.chunk_share
         ),

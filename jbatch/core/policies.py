@@ -93,9 +93,8 @@ def _fair(state: EngineState, config: EngineConfig) -> Rank:
     """The tenant served least first: virtual token counters (Sheng et al. 2024, "Fairness in Serving LLMs").
 
     A request's score is its tenant's counter and the prompts of the same tenant that wait before it, as if each had
-    been charged for already. The tenant of the lowest counter moreover takes running places from the others, up to an
-    equal share of those in use, so a flood of one tenant's requests does not keep another waiting for one of them to
-    end.
+    been charged for already. If the tenant of the lowest counter has nothing running it moreover takes a place from one
+    that has several, so a flood of requests does not keep another tenant waiting for one of them to end.
     """
     slots, service = state.slots, state.fairness.tenant
     busy, running = slots.phase != Phase.FREE, slots.phase == Phase.RUNNING
@@ -105,11 +104,9 @@ def _fair(state: EngineState, config: EngineConfig) -> Rank:
     place = jnp.sum(before, axis=1, dtype=jnp.int32)
     charged = jnp.sum(jnp.where(before & ~running[None], slots.length[None], 0), axis=1, dtype=jnp.int32)
 
-    active = jnp.zeros(service.shape, bool).at[slots.tenant].max(busy)
-    share = jnp.sum(running, dtype=jnp.int32) // jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
-    least = jnp.min(jnp.where(active, service, 2**31 - 1))
     mine = service[slots.tenant]
-    return -((mine == least) & (place < share)).astype(jnp.int32), mine + charged
+    least = jnp.min(jnp.where(busy, mine, 2**31 - 1))
+    return -((place == 0) & (running | (mine == least))).astype(jnp.int32), mine + charged
 
 
 def _program(state: EngineState, config: EngineConfig) -> Rank:

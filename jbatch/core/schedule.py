@@ -18,7 +18,7 @@ from jax import lax
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import POLICIES
-from jbatch.core.adaptive import expected_growth
+from jbatch.core.adaptive import expected_output, growth
 from jbatch.core.batching import Gate, gate
 from jbatch.core.pages import allocate, compact, num_free, num_pinned, pages_for, release, share
 from jbatch.core.policies import Rank, holding_order, rank, row_order
@@ -44,7 +44,8 @@ class _Candidates:
     need: jax.Array  # [R] int32, pages of all known tokens
     held: jax.Array  # [R] int32, pages of the computed ones
     own: jax.Array  # [R] int32, pages held that nobody shares
-    growth: jax.Array  # [R] int32, pages to leave free for it to grow into
+    length: jax.Array  # [R] int32, tokens known
+    left: jax.Array  # [R] int32, tokens expected to come
     known: jax.Array  # [R] bool, waits and was looked up in the prefix cache
     found: jax.Array  # [R] int32, pages it would share with others that run
     deferred: jax.Array  # [R] bool, waits for a page that another computes
@@ -110,7 +111,8 @@ def _candidates(state: EngineState, order: jax.Array, matches: Matches, config: 
         need=jnp.where(busy, pages_for(slots.length, page_size), 0)[order],
         held=jnp.where(busy, pages_for(slots.computed, page_size), 0)[order],
         own=_unshared(state)[order],
-        growth=jnp.where(busy, expected_growth(state, config), 0)[order],
+        length=slots.length[order],
+        left=expected_output(state, config)[order],
         known=_by_place(jnp.ones_like(matches.deferred), matches, num_slots),
         found=_by_place(shared, matches, num_slots),
         deferred=_by_place(matches.deferred, matches, num_slots),
@@ -152,7 +154,7 @@ def _residency(slots: _Candidates, gate: Gate, state: EngineState, config: Engin
     newcomers = slots.need - slots.found
 
     taken = held + jnp.cumsum(jnp.where(slots.phase == Phase.WAITING, newcomers, 0))
-    reserve = jnp.cumsum(slots.growth) - slots.growth + num_pinned(state.pool, state.header.now)
+    reserve = growth(slots.length, slots.left, busy, config.page_size) + num_pinned(state.pool, state.header.now)
     has_pages = taken + jnp.where(before == 0, 0, reserve) <= usable
     has_turn = before < gate.limit
     # The first that cannot enter bars those behind it, whatever their size: the order is kept.
@@ -178,7 +180,7 @@ def _reasons(
     held_back = (slots.phase == Phase.WAITING) & ~slots.deferred & ~who.admitted
     crowded = jnp.sum(who.resident | slots.deferred) >= gate.limit
     first = held_back & (jnp.cumsum(held_back) == 1)
-    lacks_pages = (slots.need + slots.growth > left) | (first & ~has_pages)
+    lacks_pages = (slots.need + 1 > left) | (first & ~has_pages)
     turn_over = lax.cummax((held_back & slots.known).astype(jnp.int32)) > 0
     reason = jnp.where(turn_over, Wait.POLICY, Wait.ADMISSIONS)
     reason = jnp.where(lacks_pages, Wait.PAGES, reason)
@@ -269,7 +271,8 @@ def demand(state: EngineState, plan: BatchPlan, config: EngineConfig) -> Demand:
         need=jnp.where(phase != Phase.FREE, pages_for(slots.length, config.page_size)[order], 0),
         held=jnp.where(phase != Phase.FREE, pages_for(slots.computed, config.page_size)[order], 0),
         own=_unshared(state)[order],
-        growth=jnp.where(phase != Phase.FREE, expected_growth(state, config)[order], 0),
+        length=slots.length[order],
+        left=expected_output(state, config)[order],
         known=waiting & (jnp.cumsum(waiting) <= config.max_admissions),
         found=jnp.zeros_like(order),
         deferred=none,
@@ -308,10 +311,12 @@ def _rows(length: jax.Array, computed: jax.Array, most: jax.Array, config: Engin
 
     chunks = _chunks(missing, chunk)
     first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks
-    granted = jnp.clip(jnp.minimum(bucket.chunks, most) - first, 0, chunks)
+    most = jnp.minimum(bucket.chunks, most)
+    granted = jnp.clip(most - first, 0, chunks)
     end = first + granted
     row = jnp.arange(bucket.chunks, dtype=jnp.int32)
-    owner = jnp.searchsorted(end, row, side="right").astype(jnp.int32)  # size R when the row is idle
+    owner = jnp.searchsorted(end, row, side="right").astype(jnp.int32)
+    owner = jnp.where(row < most, owner, length.shape[0])  # R: idle
     owner_or_last = jnp.minimum(owner, length.shape[0] - 1)
     start = computed[owner_or_last] + (row - first[owner_or_last]) * chunk
     tokens = jnp.minimum(chunk, length[owner_or_last] - start)

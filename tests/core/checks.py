@@ -174,7 +174,8 @@ def _check_wait(host: Host, trace: Trace) -> None:
     """Why each slot computed nothing."""
     wait, phase = trace.outbox.column("wait_reason"), trace.middle.phase
     kept = (phase == Phase.WAITING) & (trace.middle.wait_reason == Wait.PREFIX)
-    limit = 1 if host.controls.batching in ("serial", "threshold") else host.config.max_running
+    limit = host.controls.running_limit or host.config.max_running
+    limit = 1 if host.controls.batching in ("serial", "threshold") else limit
     everyone_runs = np.count_nonzero((phase == Phase.RUNNING) | kept) >= limit
     for slot in host.live:
         if trace.plan.advance[slot] > 0:
@@ -182,7 +183,8 @@ def _check_wait(host: Host, trace: Trace) -> None:
         elif phase[slot] == Phase.RUNNING:
             assert wait[slot] == Wait.ROWS
         else:
-            assert wait[slot] not in (Wait.NONE, Wait.ROWS, Wait.SLO)
+            assert wait[slot] not in (Wait.NONE, Wait.ROWS)
+            assert wait[slot] != Wait.SLO or host.controls.slo_tpot
             assert wait[slot] != Wait.BATCHING or host.controls.batching != "continuous"
             assert wait[slot] != Wait.DEADLINE or host.controls.policy == "edf"
             assert wait[slot] != Wait.RUNNING_LIMIT or everyone_runs, "fewer run than may"

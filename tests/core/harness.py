@@ -18,7 +18,7 @@ from checks import check_batch, check_outbox, check_plan, check_state
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import Controls
-from jbatch.core.inbox import InboxBuilder, Placement
+from jbatch.core.inbox import InboxBuilder, Observed, Placement
 from jbatch.core.outbox import OutboxView
 from jbatch.core.state import (
     NO_PROGRAM,
@@ -76,7 +76,7 @@ class Shadow:
 
     def key(self, controls: Controls, now: float, running: bool) -> tuple[float, ...] | None:
         """Its place among others, lower first; None where that takes more than a request tells."""
-        period = self.submitted // controls.aging
+        period = round(self.submitted * 1e3) // round(controls.aging * 1e3)
         late = not running and self.due <= now
         ranks = {
             "fcfs": (0, 0),
@@ -114,6 +114,7 @@ class Host:
         self.controls = controls or Controls()
         self.tick = tick  # seconds between steps
         self.now = 1000.0
+        self.observed = Observed()  # told with the next inbox
         self.state = jax.tree.map(np.asarray, init_state(config, KVPages(k=(), v=())))
         self.live: dict[int, Shadow] = {}  # by slot: what the device holds
         self.queue: list[Shadow] = []
@@ -201,7 +202,7 @@ class Host:
         return hit
 
     def _fill_inbox(self) -> InboxBuilder:
-        inbox = InboxBuilder(self.config, self.controls, self.now)
+        inbox = InboxBuilder(self.config, self.controls, self.now, self.observed)
         for slot in self.cancels:
             inbox.cancel(slot, 0)
         self.queue.sort(key=lambda shadow: (shadow.key(self.controls, self.now, False) or (0,), shadow.id))

@@ -98,8 +98,7 @@ def _fair(slot: Slot, slots: list[Slot], world: World) -> tuple[int, int]:
     mine = [other for other in slots if other.tenant == slot.tenant]
     mine.sort(key=lambda other: (other.phase != Phase.RUNNING, other.arrival))
     before = mine[: mine.index(slot)]
-    share = sum(other.phase == Phase.RUNNING for other in slots) // len(tenants)
-    favoured = service[slot.tenant] == min(service.values()) and len(before) < share
+    favoured = not before and (slot.phase == Phase.RUNNING or service[slot.tenant] == min(service.values()))
     charged = sum(other.length for other in before if other.phase == Phase.WAITING)
     return -int(favoured), service[slot.tenant] + charged
 

@@ -11,6 +11,7 @@ from checks import pages_of
 from harness import Host
 
 from jbatch.config import EngineConfig
+from jbatch.controls import Controls
 from jbatch.core.prefix import chain_digest
 from jbatch.core.state import Phase, Wait
 
@@ -211,3 +212,92 @@ def test_digests_of_pages_that_differ_anywhere_differ() -> None:
     assert len(np.unique(digests, axis=0)) == 4 * len(pages)
     for lane in range(2):  # few pairs of 80,000 agree in one half by chance
         assert len(np.unique(digests[:, lane])) > 79_980
+
+
+def test_shared_pages_take_room_once() -> None:
+    """Eight requests of 10 pages each, 8 of them shared: all run in 40 pages, and go on growing there."""
+    host = make_host(num_pages=41)
+    for tail in range(8):
+        host.submit((*SYSTEM, 200 + tail, 201), 12)
+    most = 0
+    while host.busy:
+        host.step(seed=3)
+        most = max(most, int(np.count_nonzero(host.state.slots.phase == Phase.RUNNING)))
+    assert most == 8
+    assert host.preemptions == 0
+
+
+def test_tokens_found_are_told_with_the_first_token() -> None:
+    host = make_host()
+    host.submit((*SYSTEM, 1), 1)
+    host.run_until_idle()
+    id_ = host.submit((*SYSTEM, 2), 3)
+    box = host.step().outbox
+    assert box.column("cached")[host.slot_of(id_)] == 32
+
+
+def test_tokens_computed_again_are_counted_apart() -> None:
+    host = make_host(max_running=1, max_model_len=64)
+    host.submit(SYSTEM[:30], 20, priority=1)
+    computed = host.step().outbox.counter("prefill_tokens")
+    host.submit((5, 6), 1)
+    host.step()  # the second displaces it; its 7 full pages stay, the eighth is lost
+    box = host.step().outbox
+    assert computed == 30
+    assert box.counter("recomputed_tokens") == 2
+    assert box.counter("prefill_tokens") == 3  # and the one sampled before
+
+
+# ---- pins ----
+
+
+def hits(host: Host, prompt: tuple[int, ...]) -> int:
+    host.submit((*prompt, 1), 1)
+    return host.step().outbox.counter("prefix_hits")
+
+
+def test_pinned_pages_outlast_newer_ones() -> None:
+    host = make_host(num_pages=41, max_model_len=64)
+    host.submit(SYSTEM, 1, pin=5.0)
+    host.run_until_idle()
+    for i in range(6):  # each takes 14 pages
+        host.submit(tuple(range(1000 + 100 * i, 1056 + 100 * i)), 1)
+        host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 8
+    assert hits(host, SYSTEM) == 32
+
+
+def test_pins_end_in_time() -> None:
+    host = make_host(num_pages=41, max_model_len=64)
+    host.submit(SYSTEM, 1, pin=0.2)
+    host.run_until_idle()
+    for i in range(6):
+        host.submit(tuple(range(1000 + 100 * i, 1056 + 100 * i)), 1)
+        host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 0
+    assert hits(host, SYSTEM) == 0
+
+
+def test_pins_take_no_more_than_their_share() -> None:
+    host = make_host(num_pages=41, max_model_len=64)
+    for i in range(4):
+        host.submit(tuple(range(1000 + 100 * i, 1032 + 100 * i)), 1, pin=60.0)
+        host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 10  # a quarter of 40
+
+
+def test_pins_keep_newcomers_out_but_stop_nobody_alone() -> None:
+    host = make_host(num_pages=21, max_model_len=76)
+    host.controls = Controls(pinned_share=0.5)
+    host.submit(SYSTEM, 1, pin=60.0)
+    host.run_until_idle()
+    first, second = host.submit(tuple(range(500, 524)), 3), host.submit(tuple(range(600, 624)), 3)
+    host.step()
+    phase = host.state.slots.phase
+    assert phase[host.slot_of(first)] == Phase.RUNNING
+    assert phase[host.slot_of(second)] == Phase.WAITING
+    host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 8
+    large = host.submit(tuple(range(700, 772)), 2)  # 19 of the 20 pages
+    host.run_until_idle()
+    assert large in host.finished

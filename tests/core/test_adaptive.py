@@ -1,0 +1,129 @@
+"""The controller against a simulated device whose step times are known."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import numpy as np
+import pytest
+from harness import Host
+
+from jbatch.config import EngineConfig
+from jbatch.controls import Controls
+from jbatch.core.inbox import Observed
+from jbatch.core.state import Phase, Wait
+
+CONFIG = EngineConfig(
+    max_model_len=96, max_running=32, max_slots=48, num_pages=900, page_size=4, chunk_size=8, max_chunks=8
+)
+
+
+class Device:
+    """A host whose steps take 5 ms, 1 ms for each decode row rounded up to a power of two, and 4 ms a chunk row."""
+
+    def __init__(self, controls: Controls, clients: int, output: int = 40, priority: int = 0) -> None:
+        self.host = Host(CONFIG, controls=controls, tick=0.0)
+        self.clients, self.output, self.priority = clients, output, priority
+        self.begun: dict[int, float] = {}
+        self.first: dict[int, float] = {}
+        self.tpot: list[float] = []
+        self.ttft: list[float] = []
+
+    def step(self) -> Observed:
+        """Keeps so many requests under way, and times their tokens."""
+        host = self.host
+        for _ in range(self.clients - len(host.live) - len(host.queue)):
+            self.begun[host.submit(tuple(range(100, 130)), self.output, self.priority)] = host.now
+        trace = host.step(seed=host.num_steps)
+        decodes, chunks = np.count_nonzero(trace.plan.decode_slot >= 0), np.count_nonzero(trace.plan.chunk_slot >= 0)
+        rows = 1 << (int(decodes) - 1).bit_length() if decodes else 0
+        host.observed = Observed(1e-3 * (5 + rows + 4 * int(chunks)), int(decodes), int(chunks))
+        host.now = round(host.now + host.observed.seconds, 3)
+        for slot in trace.outbox.news().tolist():
+            self._token(int(trace.middle.arrival[slot]))
+        return host.observed
+
+    def _token(self, id_: int) -> None:
+        now = self.host.now
+        if id_ not in self.first:
+            self.first[id_] = now
+            self.ttft.append(now - self.begun[id_])
+        elif id_ in self.host.finished and len(self.host.finished[id_][0]) == self.output:
+            self.tpot.append((now - self.first[id_]) / (self.output - 1))
+
+    def running(self) -> int:
+        return int(np.count_nonzero(self.host.state.slots.phase == Phase.RUNNING))
+
+
+@pytest.mark.parametrize(("target", "least", "most"), [(30.0, 13, 16), (50.0, 24, 32), (90.0, 32, 32)])
+def test_as_many_run_as_the_target_allows(target: float, least: int, most: int) -> None:
+    """16 rows take 21 ms and prompts add 6.4 ms in the long run; 32 take 37 ms and 12.8."""
+    device = Device(Controls(slo_tpot=(target,)), clients=40)
+    for _ in range(400):
+        device.step()
+    limit = int(device.host.state.controller.running)
+    assert least <= limit <= most
+    assert mean(device.tpot[-100:]) * 1e3 <= target
+    if limit < 32:
+        waits = device.host.state.slots.wait_reason[device.host.state.slots.phase == Phase.WAITING]
+        assert Wait.SLO in waits.tolist()
+
+
+def test_without_a_target_nothing_is_limited() -> None:
+    device = Device(Controls(), clients=40)
+    for _ in range(60):
+        device.step()
+    assert device.running() == 32
+    assert int(device.host.state.controller.chunks) == CONFIG.max_chunks
+
+
+def test_an_impossible_target_leaves_one_running() -> None:
+    device = Device(Controls(slo_tpot=(1.0,)), clients=10)
+    for _ in range(300):
+        device.step()
+    assert int(device.host.state.controller.running) == 1
+    assert len(device.host.finished) > 2
+
+
+def test_no_step_takes_more_than_twice_the_target_for_prompts() -> None:
+    device = Device(Controls(slo_tpot=(16.0,)), clients=4)
+    for _ in range(60):
+        device.step()
+    assert max(device.step().seconds for _ in range(100)) <= 2 * 16e-3
+
+
+def test_prompts_get_all_rows_while_first_tokens_are_late() -> None:
+    calm, hasty = (Device(Controls(slo_tpot=(16.0,), slo_ttft=ttft), clients=16) for ttft in ((), (30.0,)))
+    for device in (calm, hasty):
+        for _ in range(100):
+            device.step()
+    assert int(calm.host.state.controller.chunks) < CONFIG.max_chunks
+    assert int(hasty.host.state.controller.chunks) == CONFIG.max_chunks
+
+
+def test_the_tightest_target_of_those_present_counts() -> None:
+    controls = Controls(slo_tpot=(24.0, 90.0))
+    strict, loose = Device(controls, clients=40), Device(controls, clients=40, priority=1)
+    for device in (strict, loose):
+        for _ in range(200):
+            device.step()
+    assert int(strict.host.state.controller.running) <= 16
+    assert int(loose.host.state.controller.running) == 32
+
+
+def test_expected_outputs_keep_preemption_rare() -> None:
+    """Where outputs are long, fewer enter once their length has been learned."""
+    config = EngineConfig(
+        max_model_len=96, max_running=16, max_slots=24, num_pages=120, page_size=4, chunk_size=8, max_chunks=8
+    )
+    host = Host(config)
+    preempted = []
+    for _ in range(6):
+        before = host.preemptions, len(host.finished)
+        for _ in range(100):
+            for _ in range(20 - len(host.live) - len(host.queue)):
+                host.submit(tuple(range(100, 108)), 60)
+            host.step(seed=host.num_steps)
+        preempted.append((host.preemptions - before[0]) / (len(host.finished) - before[1] or 1))
+    assert host.state.controller.output_tokens == pytest.approx(60, abs=1)
+    assert preempted[-1] < preempted[0] / 3 or preempted[-1] < 0.05, preempted
