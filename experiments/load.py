@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,34 @@ from jbatch.request import Output, Request
 from jbatch.telemetry import Snapshot
 from jbatch.tokenizer import Tokenizer
 
-PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+DATA = Path(__file__).parent / "data"
+PROMPTS = DATA / "prompts.jsonl"
+CONVERSATIONS = DATA / "azure_conversation.csv"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a recorded workload."""
+
+    seconds: float
+    """When it came, after the first."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+def azure_conversations(count: int) -> list[Arrival]:
+    """The first `count` requests of a conversation service (Azure LLM inference trace 2023, CC-BY-4.0)."""
+    with CONVERSATIONS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))[:count]
+    return [Arrival(float(r["seconds"]), int(r["prompt_tokens"]), int(r["output_tokens"])) for r in rows]
+
+
+def pieces(tokenizer: Tokenizer, chats: int = 240) -> Iterator[tuple[int, ...]]:
+    """Endless long pieces of real text to cut prompts from, each from another place."""
+    text = tuple(itertools.chain.from_iterable(chat_prompts(tokenizer, chats)))
+    for step in itertools.count():
+        at = step * 97 % len(text)
+        yield (*text[at:], *text[:at])
 
 
 def chat_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
@@ -84,7 +113,7 @@ class LoadResult:
 
     def percentile(self, name: str, q: float) -> float:
         """The q-th percentile of "ttft" or "tpot" over the requests, in seconds."""
-        return float(np.nanpercentile([getattr(line, name) for line in self.timelines], q))
+        return percentile(self.timelines, name, q)
 
 
 def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> LoadResult:
@@ -117,3 +146,37 @@ def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -
                         submit()
                         after, drained = engine.snapshot(), at
     return LoadResult(concurrency, begun, drained, list(timelines.values()), before, after)
+
+
+def open_loop(engine: Engine, sends: Sequence[tuple[float, Request]], label: str) -> list[Timeline]:
+    """Sends each request at its time in seconds, whether or not those before it have ended; waits for all.
+
+    Timelines are in the order of `sends` and begin when a request was due, so that a late sender counts.
+    """
+    inbox: SimpleQueue[tuple[float, list[Output]]] = SimpleQueue()
+    timelines: dict[int, Timeline] = {}
+    order = sorted(range(len(sends)), key=lambda i: sends[i][0])
+    places: dict[int, Timeline] = {}
+    begun, finished = time.perf_counter(), 0
+    with tqdm(total=len(sends), desc=label, unit="req") as bar:
+        for i in order:
+            due = begun + sends[i][0]
+            while (left := due - time.perf_counter()) > 0:
+                time.sleep(left)
+            id_ = engine.submit(sends[i][1], lambda news: inbox.put((time.perf_counter(), news)))
+            places[i] = timelines[id_] = Timeline(due, [])
+            bar.set_postfix(sent=len(timelines))
+        while finished < len(sends):
+            at, news = inbox.get()
+            for output in news:
+                if output.token is not None:
+                    timelines[output.request_id].tokens.append(at)
+                if output.finish_reason is not None:
+                    finished += 1
+                    bar.update()
+    return [places[i] for i in range(len(sends))]
+
+
+def percentile(timelines: Sequence[Timeline], name: str, q: float) -> float:
+    """The q-th percentile of "ttft" or "tpot" over the requests, in seconds."""
+    return float(np.nanpercentile([getattr(line, name) for line in timelines], q))

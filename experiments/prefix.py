@@ -7,7 +7,6 @@ endings are cut from real questions, a new place each time. Writes prefix.json.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from experiments.load import chat_prompts
+from experiments.load import pieces
 from experiments.report import RESULTS, run, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.engine import Engine
@@ -61,42 +60,34 @@ class FanOut:
 def main(settings: Settings) -> None:
     """Runs both parts and writes the results."""
     loaded = load_model(settings.model, report=_say)
-    text = tuple(itertools.chain.from_iterable(chat_prompts(loaded.tokenizer, 240)))
-    pieces = cut(text)
+    texts = pieces(loaded.tokenizer)
     model, config = loaded.for_engine(), EngineConfig()
     with Engine(model, config, _say) as engine:
         engine.warm_up()
-        cold, warm = first_tokens(engine, settings, pieces)
-        cached = fan_out(engine, settings, pieces)
+        cold, warm = first_tokens(engine, settings, texts)
+        cached = fan_out(engine, settings, texts)
     with Engine(model, replace(config, prefix_caching=False), _say) as engine:
         engine.warm_up()
-        plain = fan_out(engine, settings, pieces)
+        plain = fan_out(engine, settings, texts)
     report(settings, cold, warm, cached, plain)
 
 
-def cut(text: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Endless pieces to begin prompts with, each from another place of `text`."""
-    for step in itertools.count():
-        at = step * 97 % len(text)
-        yield (*text[at:], *text[:at])
-
-
 def requests_over(
-    prefix: tuple[int, ...], pieces: Iterator[tuple[int, ...]], count: int, settings: Settings, output_tokens: int
+    prefix: tuple[int, ...], texts: Iterator[tuple[int, ...]], count: int, settings: Settings, output_tokens: int
 ) -> list[Request]:
     """`count` greedy requests that begin with `prefix` and end each in its own way."""
     sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-    return [Request((*prefix, *next(pieces)[: settings.tail_tokens]), sampling) for _ in range(count)]
+    return [Request((*prefix, *next(texts)[: settings.tail_tokens]), sampling) for _ in range(count)]
 
 
 def first_tokens(
-    engine: Engine, settings: Settings, pieces: Iterator[tuple[int, ...]]
+    engine: Engine, settings: Settings, texts: Iterator[tuple[int, ...]]
 ) -> tuple[list[float], list[float]]:
     """Seconds to the first token of lone requests: with new prefixes, and with prefixes sent just before."""
     cold, warm = [], []
     for _ in tqdm(range(settings.repeats), desc="first tokens", unit="prefix"):
-        prefix = next(pieces)[: settings.prefix_tokens]
-        first, second = requests_over(prefix, pieces, 2, settings, output_tokens=1)
+        prefix = next(texts)[: settings.prefix_tokens]
+        first, second = requests_over(prefix, texts, 2, settings, output_tokens=1)
         cold.append(_seconds(engine, first))
         warm.append(_seconds(engine, second))
     return cold, warm
@@ -110,10 +101,10 @@ def _seconds(engine: Engine, request: Request) -> float:
     return time.perf_counter() - begun
 
 
-def fan_out(engine: Engine, settings: Settings, pieces: Iterator[tuple[int, ...]]) -> FanOut:
+def fan_out(engine: Engine, settings: Settings, texts: Iterator[tuple[int, ...]]) -> FanOut:
     """Sends a burst over a new prefix and waits for all of it."""
-    prefix = next(pieces)[: settings.prefix_tokens]
-    requests = requests_over(prefix, pieces, settings.fan_out, settings, settings.output_tokens)
+    prefix = next(texts)[: settings.prefix_tokens]
+    requests = requests_over(prefix, texts, settings.fan_out, settings, settings.output_tokens)
     before, begun = engine.snapshot(), time.perf_counter()
     engine.generate(requests)
     seconds, after = time.perf_counter() - begun, engine.snapshot()

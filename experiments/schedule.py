@@ -1,7 +1,9 @@
 """What does scheduling cost? Times the whole step, and the same step without the model and without sampling.
 
 Fills every running slot, then repeats the decode step. The schedule part is all but the forward pass and sampling:
-taking the inbox in, ordering, residency, rows, pages, the batch's tokens and tables, commit and outbox.
+taking the inbox in, ordering, residency, rows, pages, the batch's tokens and tables, commit and outbox. It is timed
+in turns with whole steps, which leave nothing of it in the processor's caches, and then by itself under every policy,
+in a larger engine whose pages are all in use or cached, so that each step has to evict some.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.load import chat_prompts
 from experiments.report import RESULTS, run, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
+from jbatch.controls import POLICIES, Controls, Policy
 from jbatch.core.inbox import InboxBuilder, Placement
 from jbatch.core.state import EngineState, KVPages, Model, init_state
 from jbatch.core.step import begin, commit, make_batch, step
@@ -27,6 +31,10 @@ from jbatch.models.load import load_model
 from jbatch.request import Request, SamplingParams
 
 CLAIM = 0.05
+"""Share of a whole step, at most."""
+
+CLAIM_ALONE = 1e-3
+"""Seconds by itself in the larger engine, at most."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,12 @@ class Settings:
     """Tokens each slot holds at first; prompts are repeated or cut to it."""
     repeats: int = 25
     """Steps timed of each kind, in turns."""
+    slots: int = 256
+    """Slots of the larger engine, all of them running."""
+    pages: int = 4096
+    """Its pages."""
+    policies: tuple[Policy, ...] = POLICIES
+    """Policies to time in it."""
     out: Path = RESULTS
     """Folder for the JSON."""
 
@@ -59,12 +73,42 @@ def main(settings: Settings) -> None:
         {"part": "schedule", "median ms": f"{schedule * 1e3:.3f}", "share": f"{schedule / whole:.2%}"},
     ]
     print(table(rows))
+    alone = measure_alone(settings)
+    print(table([{"policy": name, "alone, median ms": f"{value * 1e3:.3f}"} for name, value in alone.items()]))
     holds = "holds" if schedule / whole < CLAIM else "does not hold"
     print(f"\nThat scheduling takes under {CLAIM:.0%} of a step {holds}.")
+    holds = "holds" if max(alone.values()) < CLAIM_ALONE else "does not hold"
+    sizes = f"{settings.slots} slots and {settings.pages} pages"
+    print(f"That it takes under {CLAIM_ALONE * 1e3:.0f} ms by itself with {sizes} {holds}.")
     write_json(
         settings.out / "schedule.json",
-        {"settings": settings_of(settings), "step_seconds": whole, "schedule_seconds": schedule},
+        {
+            "settings": settings_of(settings),
+            "step_seconds": whole,
+            "schedule_seconds": schedule,
+            "alone_seconds": alone,
+        },
     )
+
+
+def measure_alone(settings: Settings) -> dict[str, float]:
+    """Median seconds of a step without a model in the larger engine, for each policy."""
+    rows = settings.slots
+    config = replace(EngineConfig(), max_running=rows, max_slots=rows, num_pages=settings.pages)
+    # Two pages less than an equal share each: soon every new page is one that must be evicted.
+    length = max(1, settings.pages // rows - 2) * config.page_size
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 49152, length).tolist()) for _ in range(rows)]
+    bare = jax.jit(partial(_schedule_only, config=config, bucket=Bucket(rows, 0)), donate_argnums=0)
+    medians: dict[str, float] = {}
+    for policy in settings.policies:
+        state = _prefilled(config, KVPages(k=(), v=()), prompts)
+        nothing = jnp.asarray(InboxBuilder(config, Controls(policy=policy)).buffer)
+        seconds: list[float] = []
+        for _ in range(10 * settings.repeats):
+            state = _timed(bare, state, nothing, seconds)
+        medians[policy] = median(seconds[1:])
+    return medians
 
 
 def measure(model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], repeats: int) -> dict[str, list[float]]:

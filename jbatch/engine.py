@@ -36,6 +36,9 @@ from jbatch.residents import Mail, Residents
 from jbatch.stepper import Stepper
 from jbatch.telemetry import Snapshot
 
+IDLE_SECONDS = 0.005
+"""Time between two steps that only see whether a batch may begin."""
+
 
 class Engine:
     """Batches requests on one device. `start` it, `submit` from any thread, `stop` it; or use it in a `with`."""
@@ -231,7 +234,7 @@ class Engine:
     def _check_deadline(self, ticket: Ticket, deadline: float) -> None:
         """Raises `DeadlineError` where those due before it leave too little time, by the steps of the past."""
         past = self._stepper.telemetry
-        if not past.finished:
+        if not past.finished or not (self._residents or self._ingress):
             return
         mean = past.output_tokens / past.finished
         waiting = [*self._ingress.tickets(), *self._residents.waiting(past.running)]
@@ -276,12 +279,13 @@ class Engine:
         with self._lock:
             while not (self._residents or self._ingress or self._cancels or self._stopping):
                 self._lock.wait()
+            if self._stepper.idle and not (self._ingress or self._cancels or self._stopping):
+                self._lock.wait(IDLE_SECONDS)
             if self._dropping:
                 self._cancels.update(self._residents.slots, (ticket.id for ticket in self._ingress.tickets()))
             controls, now = self._controls, time.monotonic()
-            observed = self._stepper.observed()._replace(queued=len(self._ingress), arrived=self._arrived)
+            observed = self._stepper.observed._replace(queued=len(self._ingress), arrived=self._arrived)
             inbox = InboxBuilder(self.config, controls, now, observed)
-            self._arrived = 0
             for id_ in self._cancels:
                 if ticket := self._ingress.remove(id_):
                     mail.add(ticket, None, 0.0, "cancelled")
@@ -292,6 +296,7 @@ class Engine:
                 self._admit(self._ingress.pop(controls, now, self._residents.tenants.live), inbox)
         if not self._residents or (inbox.empty and self._stepper.surely_ends(self._residents.tokens_left())):
             return None
+        self._arrived = 0
         return inbox
 
     def _admit(self, ticket: Ticket, inbox: InboxBuilder) -> None:

@@ -66,18 +66,15 @@ class Ingress:
         if (controls.policy, controls.aging) != (self._controls.policy, self._controls.aging):
             self._controls = controls
             self._rebuild()
+        if controls.policy == "edf" and self._tickets:  # those that have missed their deadline go last
+            first = min(self._tickets.values(), key=lambda ticket: (ticket.due < now, ticket.due, ticket.id))
+            return self._tickets.pop(first.id)
         self._tidy()
         if controls.policy == "fair":  # whoever has fewest slots; of those, whoever came first
             heap = min(self._heaps.items(), key=lambda item: (live(item[0]), item[1][0]), default=("", []))[1]
         else:
             heap = self._heaps.get("", [])
-        late = []
-        while controls.policy == "edf" and heap and heap[0][0] < now:  # they have missed their deadline
-            late.append(heapq.heappop(heap))
-        entry = heapq.heappop(heap) if heap else late.pop(0)
-        for other in late:
-            heapq.heappush(heap, other)
-        return self._tickets.pop(entry[-1])
+        return self._tickets.pop(heapq.heappop(heap)[-1])
 
     def remove(self, id_: int) -> Ticket | None:
         """Takes out the ticket of that id; None where it does not wait here."""
@@ -109,8 +106,6 @@ class Ingress:
         match self._controls.policy:
             case "priority":
                 return request.priority + period, 0
-            case "edf":
-                return ticket.due, 0
             case "shortest":
                 return period, len(request.prompt) + request.sampling.max_tokens
             case _:

@@ -70,7 +70,9 @@ class Residents:
         self.slots[ticket.id] = slot
         self.left[slot] = request.sampling.max_tokens
         tenant, new_tenant = self.tenants.enter(request.tenant)
-        program, new_program = self.programs.enter(request.program) if request.program else (NO_PROGRAM, False)
+        program, new_program = NO_PROGRAM, False
+        if request.program:
+            program, new_program = self.programs.enter((request.tenant, request.program))
         return Placement(
             slot=slot,
             arrival=ticket.id,
@@ -113,7 +115,8 @@ class Residents:
         ticket = self.tickets.pop(slot)
         del self.slots[ticket.id]
         self.free.append(slot)
-        self.tenants.leave(ticket.request.tenant)
-        if ticket.request.program:
-            self.programs.leave(ticket.request.program)
+        request = ticket.request
+        self.tenants.leave(request.tenant)
+        if request.program:
+            self.programs.leave((request.tenant, request.program))
         return ticket

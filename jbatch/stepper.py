@@ -65,6 +65,7 @@ class Stepper:
         bucket, program = self.programs.choose(self._demand(inbox))
         self._state, outbox = program(self._params, self._state, jax.device_put(inbox.buffer))
         self._in_flight.append(_InFlight(outbox, bucket, inbox, begun))
+        self._observed = Observed()
         if self._recorder:
             self._recorder.dispatched(bucket, inbox.buffer)
         self._host_seconds += time.perf_counter() - begun
@@ -85,16 +86,23 @@ class Stepper:
         self._account(oldest.bucket)
         return self._last, oldest.inbox
 
+    @property
     def observed(self) -> Observed:
-        """What the step read last took; each step is told of once."""
-        observed, self._observed = self._observed, Observed()
-        return observed
+        """What the step read last took, until it has been told with an inbox."""
+        return self._observed
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that are on the device wait, and the next step would let none of them in."""
+        entering = any(flight.inbox.admitted_chunks for flight in self._in_flight)
+        return not entering and self._last.counter("next_decodes") + self._last.counter("next_prefills") == 0
 
     def _observe(self, seconds: float) -> None:
         chunks = -(-self._last.counter("prefill_tokens") // self._config.chunk_size)
         self._observed = Observed(seconds, self._last.counter("decode_tokens"), chunks)
         past = self.telemetry.step_seconds
-        self.telemetry = replace(self.telemetry, step_seconds=past + (seconds - past) / 16 if past else seconds)
+        if self._observed.decodes or chunks:
+            self.telemetry = replace(self.telemetry, step_seconds=past + (seconds - past) / 16 if past else seconds)
 
     def surely_ends(self, left: np.ndarray) -> bool:
         """Whether the step under way ends every request; `left` [M] is how many tokens each may still generate."""
@@ -118,7 +126,7 @@ class Stepper:
             chunks = max(chunks + sum(entering) - done, 0)
         # Rounded down to a power of two, so that chunk rows are full: the rest follows in the next step, which costs
         # less than rows of padding.
-        chunks = min(chunks, self._config.max_chunks)
+        chunks = min(chunks, self._config.max_chunks, self._last.counter("chunk_limit"))
         return Bucket(min(decodes, self._config.max_running), 1 << chunks.bit_length() >> 1)
 
     def _account(self, bucket: Bucket) -> None:

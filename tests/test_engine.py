@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from engines import Gate, Recorder, endless, mixed_requests, serving, sizes
-from tiny import EOS, TINY, tiny_model, tiny_params
+from tiny import EOS, TINY, TINY_ENGINE, tiny_model, tiny_params
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.engine import Engine
@@ -109,6 +110,15 @@ def test_preemption_changes_no_tokens(overlap: bool, alone: list[Completion]) ->
     with serving(sizes(num_pages=60, page_size=2, overlap=overlap)) as engine:
         assert_same(engine.generate(REQUESTS), alone)
         assert engine.snapshot().preemptions > 0
+
+
+def test_a_long_prompt_gets_its_rows_at_every_step() -> None:
+    """The host sizes a step before it has read the one under way: what that one computes is not all there is."""
+    config = replace(TINY_ENGINE, max_running=2, max_slots=4, max_chunks=2)
+    with Engine(tiny_model(), config, print) as engine:
+        engine.warm_up()
+        engine.generate([Request(tuple(range(5, 165)), SamplingParams(temperature=0, max_tokens=1))])
+        assert engine.snapshot().steps <= 6  # of two rows of 16 tokens each, and one that came too late to be left out
 
 
 def test_an_unseeded_request_is_drawn_afresh(engine: Engine) -> None:

@@ -57,6 +57,14 @@ def test_who_has_missed_the_deadline_goes_last_under_edf() -> None:
     assert [pop(ingress, "edf") for _ in range(4)] == [3, 1, 0, 2]
 
 
+def test_a_removed_ticket_behind_a_late_one_does_no_harm() -> None:
+    ingress = Ingress(10)
+    for id_, deadline in enumerate([1.0, 50.0, 60.0]):
+        ingress.push(ticket(id_, deadline=deadline), 1)
+    ingress.remove(1)
+    assert [pop(ingress, "edf") for _ in range(2)] == [2, 0]
+
+
 def test_a_new_policy_orders_those_that_wait_anew() -> None:
     ingress = Ingress(10)
     for id_, tokens in enumerate([30, 10, 20, 5]):

@@ -24,7 +24,9 @@ _MOMENTS = 16
 _NEVER = 1e9
 _MARGIN = 0.95  # of the target that is aimed at
 _FIRST_LIMIT = 8  # requests that run as long as no step time is known
-_STEEPEST, _FLATTEST = 1.8, 1.5  # by how much twice the rows are thought to take longer, upwards and downwards
+_STEEPEST, _FLATTEST = 1.4, 1.5  # by how much twice the rows are thought to take longer, upwards and downwards
+_OUTLIER = 1.5  # times what was expected: no step counts for more than that
+_FADING = 1 / 4096  # of what is known of more rows than run, each step
 
 
 def observe(state: EngineState, config: EngineConfig) -> EngineState:
@@ -35,7 +37,8 @@ def observe(state: EngineState, config: EngineConfig) -> EngineState:
     targeted, target = target < _NEVER, target * _MARGIN
     decode_time = _filled(controller.decode_time)
     rows = jnp.arange(1, config.max_running + 1, dtype=jnp.int32)
-    mean = decode_time[_notch(rows)] + controller.chunk_time * controller.chunk_share * _float(rows)
+    share = controller.chunk_rows / jnp.maximum(controller.decode_rows, 1.0)
+    mean = decode_time[_notch(rows)] + controller.chunk_time * share * _float(rows)
     fitting = jnp.max(jnp.where((mean <= target) | ~targeted, rows, 1))
 
     running = jnp.sum(state.slots.phase == Phase.RUNNING, dtype=jnp.int32)
@@ -94,30 +97,34 @@ def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array)
 
 def _learn_times(controller: Controller, header: Header) -> Controller:
     """From the step that the host has read last."""
-    time, chunks = _float(header.step_time) / 1e3, _float(header.step_chunks)
+    decodes, chunks = _float(header.step_decodes), _float(header.step_chunks)
     notch = _notch(jnp.maximum(header.step_decodes, 1))
-    at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
-    known = controller.decode_time[notch]
-    base = _filled(controller.decode_time)[notch]
-    any_known = jnp.any(controller.decode_time > 0)
+    known, any_known = controller.decode_time[notch], jnp.any(controller.decode_time > 0)
     measured = (header.step_time > 0) & (header.step_decodes > 0)
+    alone = measured & (header.step_chunks == 0)
+    time = _float(header.step_time) / 1e3
+    foreseen = (known > 0) & (alone | (controller.chunk_time > 0))
+    time = jnp.where(foreseen, jnp.minimum(time, _OUTLIER * (known + chunks * controller.chunk_time)), time)
 
     learned = jnp.where(known > 0, known + (time - known) / 8, time)
-    # What makes this step longer than before, such as longer contexts, does the same to larger ones.
-    scale = jnp.where((at > notch) & (known > 0), learned / jnp.maximum(known, 1e-3), 1.0)
-    decode_time = jnp.where(at == notch, learned, controller.decode_time * scale)
-    added = jnp.maximum(time - base, 0.0) / jnp.maximum(chunks, 1.0)
-    chunk_time = jnp.where(
-        controller.chunk_time > 0, controller.chunk_time + (added - controller.chunk_time) / 8, added
-    )
-    share = jnp.minimum(chunks / jnp.maximum(_float(header.step_decodes), 1.0), 4.0)
+    at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
+    # What makes this step longer than before, such as longer contexts, does the same to larger ones; and what is known
+    # of those fades, so that they are tried again.
+    scale = jnp.where(known > 0, learned / jnp.maximum(known, 1e-3), 1.0) * (1 - _FADING)
+    decode_time = jnp.where(at > notch, controller.decode_time * scale, controller.decode_time)
+    decode_time = jnp.maximum(decode_time, jnp.where((at > notch) & (decode_time > 0), learned, 0.0))
+    decode_time = jnp.where(at == notch, learned, decode_time)
+
+    added = jnp.maximum(time - _filled(controller.decode_time)[notch], 0.0) / jnp.maximum(chunks, 1.0)
+    before = controller.chunk_time
+    chunk_time = jnp.where(before > 0, before + (added - before) / 8, added)
+    weight = jnp.where(measured, 1 / 64, 0.0)
     return replace(
         controller,
-        decode_time=jnp.where(measured & (chunks == 0), decode_time, controller.decode_time),
-        chunk_time=jnp.where(measured & (chunks > 0) & any_known, chunk_time, controller.chunk_time),
-        chunk_share=jnp.where(
-            measured, controller.chunk_share + (share - controller.chunk_share) / 64, controller.chunk_share
-        ),
+        decode_time=jnp.where(alone, decode_time, controller.decode_time),
+        chunk_time=jnp.where(measured & ~alone & any_known, chunk_time, before),
+        decode_rows=controller.decode_rows + weight * (decodes - controller.decode_rows),
+        chunk_rows=controller.chunk_rows + weight * (chunks - controller.chunk_rows),
     )
 
 

@@ -36,10 +36,11 @@ def num_cached(pool: PagePool) -> jax.Array:
 
 def num_pinned(pool: PagePool, now: jax.Array) -> jax.Array:
     """Pages nobody names that are kept for a while; a scalar."""
-    return jnp.sum((pool.refs == 0) & _pinned(pool, now), dtype=jnp.int32)
+    return jnp.sum((pool.refs == 0) & pinned(pool, now), dtype=jnp.int32)
 
 
-def _pinned(pool: PagePool, now: jax.Array) -> jax.Array:
+def pinned(pool: PagePool, now: jax.Array) -> jax.Array:
+    """Whether each page [P] holds content that is kept for a while."""
     return (pool.digest[:, 0] != 0) & (pool.pinned_until - now > 0)
 
 
@@ -81,11 +82,12 @@ def pin(pool: PagePool, page_table: jax.Array, wish: jax.Array, now: jax.Array, 
 
     def pin_row(i: jax.Array, pool: PagePool) -> PagePool:
         entries = page_table[rows[i]]
-        new = (entries != NO_PAGE) & ~_pinned(pool, now)[entries] & (pool.digest[entries, 0] != 0)
-        room = most - jnp.sum(_pinned(pool, now), dtype=jnp.int32)
-        kept = (entries != NO_PAGE) & (jnp.cumsum(new) <= room)
+        content = (entries != NO_PAGE) & (pool.digest[entries, 0] != 0)
+        room = most - jnp.sum(pinned(pool, now), dtype=jnp.int32)
+        kept = content & (jnp.cumsum(content & ~pinned(pool, now)[entries]) <= room)
         at = jnp.where(kept, entries, pool.refs.shape[0])  # past the end: dropped
-        return replace(pool, pinned_until=pool.pinned_until.at[at].max(now + wish[rows[i]], mode="drop"))
+        until = now + jnp.maximum(pool.pinned_until[entries] - now, wish[rows[i]])
+        return replace(pool, pinned_until=pool.pinned_until.at[at].set(until, mode="drop"))
 
     return lax.fori_loop(0, jnp.sum(wish > 0, dtype=jnp.int32), pin_row, pool)
 
@@ -115,7 +117,7 @@ def _worth(pool: PagePool, now: jax.Array) -> jax.Array:
     age = jnp.clip(pool.clock - pool.last_used, 0, 2**_AGE_BITS - 1)
     column = jnp.minimum(pool.column, 2**_COLUMN_BITS - 1)
     worth = ((2**_AGE_BITS - 1 - age) << _COLUMN_BITS) | (2**_COLUMN_BITS - 1 - column)
-    return worth | (_pinned(pool, now).astype(jnp.int32) << (_AGE_BITS + _COLUMN_BITS))
+    return worth | (pinned(pool, now).astype(jnp.int32) << (_AGE_BITS + _COLUMN_BITS))
 
 
 def _first(key: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:

@@ -136,6 +136,7 @@ def register(state: EngineState, advance: jax.Array, *, most: int, page_size: in
             pool,
             digest=pool.digest.at[at].set(digest, mode="drop"),
             column=pool.column.at[at].set(column, mode="drop"),
+            pinned_until=pool.pinned_until.at[at].set(state.header.now, mode="drop"),
         )
         at = jnp.where(new, bucket, index.buckets.shape[0])
         return pool, replace(index, buckets=index.buckets.at[at, way].set(page, mode="drop"))

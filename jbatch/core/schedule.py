@@ -19,8 +19,8 @@ from jax import lax
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import POLICIES
 from jbatch.core.adaptive import expected_output, growth
-from jbatch.core.batching import Gate, gate
-from jbatch.core.pages import allocate, compact, num_free, num_pinned, pages_for, release, share
+from jbatch.core.batching import Gate, count_batch, gate
+from jbatch.core.pages import allocate, compact, num_free, num_pinned, pages_for, pinned, release, share
 from jbatch.core.policies import Rank, holding_order, rank, row_order
 from jbatch.core.prefix import Matches, match
 from jbatch.core.state import NO_PAGE, NO_SLOT, BatchPlan, EngineState, Phase, Wait
@@ -48,6 +48,7 @@ class _Candidates:
     left: jax.Array  # [R] int32, tokens expected to come
     known: jax.Array  # [R] bool, waits and was looked up in the prefix cache
     found: jax.Array  # [R] int32, pages it would share with others that run
+    pinned: jax.Array  # [R] int32, pages it would take over that are pinned
     deferred: jax.Array  # [R] bool, waits for a page that another computes
 
 
@@ -78,9 +79,11 @@ def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[
     ranks = rank(state, config)
     order = holding_order(state, ranks)
     matches = match(state, order, config)
-    who = _residency(_candidates(state, order, matches, config), gate(state), state, config)
+    allowed = gate(state, config)
+    who = _residency(_candidates(state, order, matches, config), allowed, state, config)
     who = replace(who, wait=_explained(who.wait, state, order, ranks))
     place = _inverse(order)
+    state = count_batch(state, allowed, jnp.sum(who.admitted, dtype=jnp.int32))
     state = _moved(state, who, matches, order, place)
 
     resident = who.resident[place]
@@ -105,6 +108,8 @@ def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[
 def _candidates(state: EngineState, order: jax.Array, matches: Matches, config: EngineConfig) -> _Candidates:
     slots, page_size, num_slots = state.slots, config.page_size, order.shape[0]
     shared = jnp.sum((matches.pages != NO_PAGE) & (state.pool.refs[matches.pages] > 1), axis=1, dtype=jnp.int32)
+    kept = (matches.pages != NO_PAGE) & ((state.pool.refs == 0) & pinned(state.pool, state.header.now))[matches.pages]
+    kept = jnp.sum(kept, axis=1, dtype=jnp.int32)
     busy = slots.phase != Phase.FREE
     return _Candidates(
         phase=slots.phase[order],
@@ -115,6 +120,7 @@ def _candidates(state: EngineState, order: jax.Array, matches: Matches, config: 
         left=expected_output(state, config)[order],
         known=_by_place(jnp.ones_like(matches.deferred), matches, num_slots),
         found=_by_place(shared, matches, num_slots),
+        pinned=_by_place(kept, matches, num_slots),
         deferred=_by_place(matches.deferred, matches, num_slots),
     )
 
@@ -154,7 +160,8 @@ def _residency(slots: _Candidates, gate: Gate, state: EngineState, config: Engin
     newcomers = slots.need - slots.found
 
     taken = held + jnp.cumsum(jnp.where(slots.phase == Phase.WAITING, newcomers, 0))
-    reserve = growth(slots.length, slots.left, busy, config.page_size) + num_pinned(state.pool, state.header.now)
+    reserve = growth(slots.length, slots.left, busy, config.page_size)
+    reserve += num_pinned(state.pool, state.header.now) - slots.pinned
     has_pages = taken + jnp.where(before == 0, 0, reserve) <= usable
     has_turn = before < gate.limit
     # The first that cannot enter bars those behind it, whatever their size: the order is kept.
@@ -275,19 +282,21 @@ def demand(state: EngineState, plan: BatchPlan, config: EngineConfig) -> Demand:
         left=expected_output(state, config)[order],
         known=waiting & (jnp.cumsum(waiting) <= config.max_admissions),
         found=jnp.zeros_like(order),
+        pinned=jnp.zeros_like(order),
         deferred=none,
     )
-    allowed = gate(state)
+    allowed = gate(state, config)
     who = _residency(candidates, allowed, state, config)
     computed = jnp.where(who.admitted, found[order], slots.computed[order])
     missing = jnp.where(who.resident, slots.length[order] - computed, 0)
     taken = jnp.sum(who.resident, dtype=jnp.int32)
     held_back = jnp.any(waiting & ~who.admitted) | ~allowed.open
     chunks = jnp.sum(_chunks(missing, config.chunk_size), dtype=jnp.int32)
+    prefills = jnp.sum(missing > 1, dtype=jnp.int32)
     return Demand(
-        decodes=jnp.sum(missing == 1, dtype=jnp.int32),
-        prefills=jnp.sum(missing > 1, dtype=jnp.int32),
-        chunks=jnp.minimum(chunks, state.controller.chunks),
+        decodes=jnp.maximum(jnp.sum(missing == 1, dtype=jnp.int32), allowed.rows - prefills),
+        prefills=prefills,
+        chunks=chunks,
         places=jnp.where(held_back, 0, jnp.maximum(allowed.limit - taken, 0)),
     )
 

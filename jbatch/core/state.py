@@ -135,10 +135,14 @@ class Controller:
 
     running: jax.Array  # int32, most requests that may run, as far as latency targets go
     chunks: jax.Array  # int32, most chunk rows of a step
+    entered: jax.Array  # int32, requests that entered in the last step
+    batch: jax.Array  # int32, requests that have entered since nothing ran
+    batch_limit: jax.Array  # int32, most that may, set as nothing ran
     output_tokens: jax.Array  # float32, mean length of the outputs seen; 0 before the first
     decode_time: jax.Array  # [M] float32, of a step without chunks whose decode rows are at most 2**m; 0: unknown
     chunk_time: jax.Array  # float32, that a chunk row adds
-    chunk_share: jax.Array  # float32, chunk rows computed for each decode row
+    decode_rows: jax.Array  # float32, decode rows of a step, averaged over some
+    chunk_rows: jax.Array  # float32, its chunk rows, averaged like those
     arrivals: jax.Array  # float32, requests that come
     finishes: jax.Array  # float32, requests that end
     last: jax.Array  # int32, time of the last step
@@ -298,10 +302,14 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
     controller = Controller(
         running=jnp.int32(config.max_running),
         chunks=jnp.int32(config.max_chunks),
+        entered=jnp.int32(0),
+        batch=jnp.int32(0),
+        batch_limit=jnp.int32(0),
         output_tokens=jnp.float32(0),
         decode_time=floats(config.max_running.bit_length() + 1),
         chunk_time=jnp.float32(0),
-        chunk_share=jnp.float32(0),
+        decode_rows=jnp.float32(0),
+        chunk_rows=jnp.float32(0),
         arrivals=jnp.float32(0),
         finishes=jnp.float32(0),
         last=jnp.int32(0),

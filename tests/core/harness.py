@@ -77,11 +77,11 @@ class Shadow:
     def key(self, controls: Controls, now: float, running: bool) -> tuple[float, ...] | None:
         """Its place among others, lower first; None where that takes more than a request tells."""
         period = round(self.submitted * 1e3) // round(controls.aging * 1e3)
-        late = not running and self.due <= now
+        late = not running and round(self.due * 1e3) <= round(now * 1e3)
         ranks = {
             "fcfs": (0, 0),
             "priority": (self.priority + period, 0),
-            "edf": (int(late), self.due),
+            "edf": (int(late), round(self.due * 1e3)),
             "shortest": (period, self.limit),
         }
         if controls.policy not in ranks:

@@ -223,7 +223,7 @@ def _deal_rows(plan: Plan, config: EngineConfig, bucket: Bucket) -> None:
                 plan.sample_row[slot.index] = bucket.decode + len(plan.chunk_rows)
             plan.chunk_rows.append((slot.index, start, tokens))
             plan.advance[slot.index] += tokens
-    plan.wanted = decodes, prefills, min(chunks, config.max_chunks)
+    plan.wanted = decodes, prefills, chunks
     taken.sort(key=lambda slot: slot.length)  # stable; idle rows, of no length, come before them
     plan.decode_rows = [NO_SLOT] * (bucket.decode - len(taken)) + [slot.index for slot in taken]
     plan.sample_row |= {slot: row for row, slot in enumerate(plan.decode_rows) if slot != NO_SLOT}

@@ -21,9 +21,11 @@ CONFIG = EngineConfig(
 class Device:
     """A host whose steps take 5 ms, 1 ms for each decode row rounded up to a power of two, and 4 ms a chunk row."""
 
-    def __init__(self, controls: Controls, clients: int, output: int = 40, priority: int = 0) -> None:
+    def __init__(
+        self, controls: Controls, clients: int, output: int = 40, priority: int = 0, row_ms: float = 1.0
+    ) -> None:
         self.host = Host(CONFIG, controls=controls, tick=0.0)
-        self.clients, self.output, self.priority = clients, output, priority
+        self.clients, self.output, self.priority, self.row_ms = clients, output, priority, row_ms
         self.begun: dict[int, float] = {}
         self.first: dict[int, float] = {}
         self.tpot: list[float] = []
@@ -37,7 +39,7 @@ class Device:
         trace = host.step(seed=host.num_steps)
         decodes, chunks = np.count_nonzero(trace.plan.decode_slot >= 0), np.count_nonzero(trace.plan.chunk_slot >= 0)
         rows = 1 << (int(decodes) - 1).bit_length() if decodes else 0
-        host.observed = Observed(1e-3 * (5 + rows + 4 * int(chunks)), int(decodes), int(chunks))
+        host.observed = Observed(1e-3 * (5 + self.row_ms * rows + 4 * int(chunks)), int(decodes), int(chunks))
         host.now = round(host.now + host.observed.seconds, 3)
         for slot in trace.outbox.news().tolist():
             self._token(int(trace.middle.arrival[slot]))
@@ -67,6 +69,28 @@ def test_as_many_run_as_the_target_allows(target: float, least: int, most: int) 
     if limit < 32:
         waits = device.host.state.slots.wait_reason[device.host.state.slots.phase == Phase.WAITING]
         assert Wait.SLO in waits.tolist()
+
+
+@pytest.mark.parametrize("outlier", [0.5, 5.0])
+def test_a_slow_step_lowers_the_limit_only_for_a_while(outlier: float) -> None:
+    device = Device(Controls(slo_tpot=(55.0,)), clients=40, output=12)
+    for _ in range(150):
+        device.step()
+    before = int(device.host.state.controller.running)
+    while device.step().chunks:
+        pass
+    device.host.observed = device.host.observed._replace(seconds=outlier)
+    for _ in range(300):
+        device.step()
+    assert int(device.host.state.controller.running) >= before - 2
+
+
+def test_more_are_tried_where_it_costs_little() -> None:
+    """A step takes as long for 32 rows as for one."""
+    device = Device(Controls(slo_tpot=(40.0,)), clients=40, row_ms=0.1)
+    for _ in range(200):
+        device.step()
+    assert int(device.host.state.controller.running) == 32
 
 
 def test_without_a_target_nothing_is_limited() -> None:

@@ -10,10 +10,9 @@ from jbatch.controls import Batching, Controls
 from jbatch.core.state import Phase, Wait
 
 
-def make_host(batching: Batching, **changes: float) -> Host:
-    config = EngineConfig(
-        max_model_len=48, max_running=4, max_slots=12, num_pages=60, page_size=4, chunk_size=8, max_chunks=4
-    )
+def make_host(batching: Batching, max_admissions: int = 8, **changes: float) -> Host:
+    sizes = {"max_running": 4, "max_slots": 12, "num_pages": 60, "page_size": 4, "chunk_size": 8, "max_chunks": 4}
+    config = EngineConfig(max_model_len=48, max_admissions=max_admissions, **sizes)
     return Host(config, controls=Controls(batching=batching, **changes))
 
 
@@ -57,6 +56,28 @@ def test_a_static_batch_runs_to_its_end() -> None:
     assert len(host.finished) == 6
 
 
+def test_a_batch_of_more_than_enter_in_a_step_goes_on_filling() -> None:
+    host = make_host("static", max_admissions=2)
+    submit(host, 9, 12)
+    host.step()
+    assert running(host) == 2
+    host.step()
+    assert running(host) == 4
+    while host.finished.keys() != set(range(1, 10)):
+        host.step(seed=host.num_steps)
+        assert len(host.finished) % 4 == 0 or running(host) < 4
+
+
+def test_a_batch_keeps_its_rows_to_its_end() -> None:
+    host = make_host("static")
+    submit(host, 4, 9, 2)
+    host.step()
+    rows = []
+    while host.busy:
+        rows.append(host.step(seed=0).outbox.counter("next_decodes"))
+    assert rows == [4] * (len(rows) - 1) + [0]
+
+
 def test_a_dynamic_batch_waits_for_its_size() -> None:
     host = make_host("dynamic", batch_size=3, batch_delay=100.0)
     submit(host, 2, 5)
@@ -85,6 +106,26 @@ def test_threshold_runs_single_requests_until_many_wait() -> None:
     assert sizes_of_batches(host) == [1, 1, 1]
     submit(host, 6, 5)
     assert sizes_of_batches(host) == [4, 1, 1]
+
+
+def test_threshold_may_fill_a_batch_one_by_one() -> None:
+    host = make_host("threshold", batch_threshold=3, max_admissions=1)
+    submit(host, 7, 12)
+    for _ in range(6):
+        host.step(seed=0)
+    most = running(host)
+    host.run_until_idle()
+    assert most == 1 or most == 4
+
+
+def test_a_batch_waits_for_those_that_share_a_prefix() -> None:
+    host = make_host("static")
+    system = tuple(range(200, 224))
+    for i in range(4):
+        host.submit((*system, 300 + i), 12, salt=b"everyone")
+    for _ in range(5):
+        host.step()
+    assert running(host) == 4
 
 
 def test_a_lower_limit_lets_those_that_run_finish() -> None:

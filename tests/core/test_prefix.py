@@ -256,8 +256,10 @@ def hits(host: Host, prompt: tuple[int, ...]) -> int:
     return host.step().outbox.counter("prefix_hits")
 
 
-def test_pinned_pages_outlast_newer_ones() -> None:
+@pytest.mark.parametrize("now", [1000.0, 2**31 / 1e3 - 1.0, 2**31 / 1e3 + 1000.0], ids=["", "wrapping", "wrapped"])
+def test_pinned_pages_outlast_newer_ones(now: float) -> None:
     host = make_host(num_pages=41, max_model_len=64)
+    host.now = round(now, 3)
     host.submit(SYSTEM, 1, pin=5.0)
     host.run_until_idle()
     for i in range(6):  # each takes 14 pages
@@ -284,6 +286,31 @@ def test_pins_take_no_more_than_their_share() -> None:
         host.submit(tuple(range(1000 + 100 * i, 1032 + 100 * i)), 1, pin=60.0)
         host.run_until_idle()
     assert host.step().outbox.counter("pinned_pages") == 10  # a quarter of 40
+
+
+def test_content_without_a_page_of_its_own_is_not_pinned() -> None:
+    """Two alike run at once: the second one's pages are duplicates nobody can find."""
+    host = make_host(num_pages=41, max_model_len=64)
+    for salt in (b"tenant a", b"tenant a"):
+        host.submit(SYSTEM[:6], 2, pin=60.0, salt=salt)
+    host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 1
+    for i in range(12):
+        host.submit(tuple(range(1000 + 100 * i, 1016 + 100 * i)), 1)
+        host.run_until_idle()
+    assert host.step().outbox.counter("pinned_pages") == 1
+
+
+def test_a_pinned_conversation_goes_on_at_once() -> None:
+    """Its own pages do not count as kept for others."""
+    host = make_host(num_pages=21, max_model_len=76)
+    host.controls = Controls(pinned_share=0.5)
+    host.submit(SYSTEM, 1, pin=60.0)
+    host.run_until_idle()
+    small, next_turn = host.submit((5, 6, 7), 3), host.submit((*SYSTEM, 1, 2, 3), 2)
+    host.step()
+    phase = host.state.slots.phase
+    assert phase[host.slot_of(small)] == phase[host.slot_of(next_turn)] == Phase.RUNNING
 
 
 def test_pins_keep_newcomers_out_but_stop_nobody_alone() -> None:

@@ -1,0 +1,171 @@
+"""Does a flood of one tenant's requests keep another waiting?
+
+A quiet tenant sends a request now and then: first alone, then beside a tenant that always has more requests waiting
+than run, under each policy. Judged by the quiet tenant's time to the first token. Writes fairness.json and
+fairness.png.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from experiments.load import Timeline, open_loop, percentile, pieces
+from experiments.report import RESULTS, run, settings_of, table, write_json
+from jbatch.config import DEFAULT_MODEL, EngineConfig
+from jbatch.controls import Controls, Policy
+from jbatch.engine import Engine
+from jbatch.models.load import load_model
+from jbatch.request import Output, Request, SamplingParams
+
+CLAIM = 2.0
+"""How many times longer than alone the quiet tenant's first token may take at the 99th percentile under "fair"."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A quiet tenant alone, and beside a flooding one under each policy."""
+
+    model: str = DEFAULT_MODEL
+    """Name, path or hub id of the model."""
+    policies: tuple[Policy, ...] = ("fcfs", "fair")
+    """Policies to compare."""
+    requests: int = 100
+    """Requests of the quiet tenant in each run."""
+    rate: float = 0.8
+    """Its arrivals a second, at random times."""
+    prompt_tokens: int = 384
+    """Length of its prompts."""
+    flood: int = 96
+    """Requests that the other tenant has under way at any time."""
+    flood_prompt_tokens: int = 64
+    """Length of the other tenant's prompts."""
+    output_tokens: int = 64
+    """Tokens that each request generates on average."""
+    running: int = 16
+    """Most requests that run at once."""
+    quick: bool = False
+    """A short look: fewer requests."""
+    out: Path = RESULTS
+    """Folder for the JSON and the plot."""
+
+
+def main(settings: Settings) -> None:
+    """Runs alone and under every policy, and writes the results."""
+    if settings.quick:
+        settings = replace(settings, requests=16, rate=1.5)
+    loaded = load_model(settings.model, report=_say)
+    texts = pieces(loaded.tokenizer)
+    config = EngineConfig(prefix_caching=False, max_running=settings.running, max_slots=64)
+    runs: dict[str, list[Timeline]] = {}
+    with Engine(loaded.for_engine(), config, _say) as engine:
+        engine.warm_up()
+        runs["alone"] = open_loop(engine, quiet(settings, texts), "alone")
+        for policy in settings.policies:
+            engine.set_controls(Controls(policy=policy))
+            with flood(engine, settings, texts):
+                runs[policy] = open_loop(engine, quiet(settings, texts), policy)
+    rows = [_row(name, lines, runs["alone"]) for name, lines in runs.items()]
+    write_json(settings.out / "fairness.json", {"settings": settings_of(settings), "runs": rows})
+    plot(runs, settings.out / "fairness.png")
+    print(table([_rounded(row) for row in rows]))
+    print(f"\n{verdict(rows)}\nwritten: {settings.out / 'fairness.json'}, {settings.out / 'fairness.png'}")
+
+
+def quiet(settings: Settings, texts: Iterator[tuple[int, ...]]) -> list[tuple[float, Request]]:
+    """The quiet tenant's requests at exponential intervals; the same times in every run, other texts each time."""
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(1 / settings.rate, settings.requests))
+    lengths = rng.integers(settings.output_tokens // 2, settings.output_tokens * 3 // 2, settings.requests)
+    return [
+        (float(at), _request(next(texts)[: settings.prompt_tokens], int(length), "quiet"))
+        for at, length in zip(times, lengths, strict=True)
+    ]
+
+
+def _request(prompt: tuple[int, ...], output_tokens: int, tenant: str) -> Request:
+    return Request(prompt, SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True), tenant=tenant)
+
+
+@contextmanager
+def flood(engine: Engine, settings: Settings, texts: Iterator[tuple[int, ...]]) -> Iterator[None]:
+    """Keeps `settings.flood` requests of another tenant under way, until the block ends."""
+    rng, lock = np.random.default_rng(2), threading.Lock()
+    prompts = [next(texts)[: settings.flood_prompt_tokens] for _ in range(256)]
+    live: set[int] = set()
+    over = threading.Event()
+
+    def send() -> None:
+        length = int(rng.integers(settings.output_tokens // 2, settings.output_tokens * 3 // 2))
+        live.add(engine.submit(_request(prompts[int(rng.integers(256))], length, "flood"), hear))
+
+    def hear(news: list[Output]) -> None:
+        with lock:
+            for output in news:
+                if output.finish_reason is not None:
+                    live.discard(output.request_id)
+                    if not over.is_set():
+                        send()
+
+    with lock:
+        for _ in range(settings.flood):
+            send()
+    try:
+        yield
+    finally:
+        over.set()
+        with lock:
+            left = list(live)
+        for id_ in left:
+            engine.cancel(id_)
+
+
+def _row(name: str, lines: list[Timeline], alone: list[Timeline]) -> dict[str, Any]:
+    figures = {f"ttft p{q} s": percentile(lines, "ttft", q) for q in (50, 90, 99)}
+    times = percentile(lines, "ttft", 99) / percentile(alone, "ttft", 99)
+    return {"quiet tenant": name, **figures, "p99 over alone": times, "tpot p50 s": percentile(lines, "tpot", 50)}
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """What the rows say of the claim, in a sentence."""
+    times = {row["quiet tenant"]: row["p99 over alone"] for row in rows}
+    said = ", ".join(f"{times[name]:.1f} times under {name}" for name in times if name != "alone")
+    holds = "holds" if times.get("fair", np.inf) <= CLAIM < times.get("fcfs", np.inf) else "does not hold"
+    return f"That only fair keeps the quiet tenant's p99 within {CLAIM:.0f} times of alone {holds}: {said}."
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else format(value, ".3f") for name, value in row.items()}
+
+
+def plot(runs: dict[str, list[Timeline]], path: Path) -> None:
+    """The share of requests whose first token had come, over time."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, lines in runs.items():
+        axes.ecdf([line.ttft for line in lines], label=name)
+    axes.set(title="The quiet tenant", xlabel="time to the first token, seconds", ylabel="share of requests")
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(main, Settings, __doc__)

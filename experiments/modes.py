@@ -1,0 +1,152 @@
+"""How much does continuous batching gain over whole batches, and over one request at a time?
+
+Sends the same requests at the same times to one engine under each way of batching: arrivals, prompt lengths and output
+lengths of a real conversation service, faster than any of them can serve, so that the time until the last one ends
+tells throughput. Writes modes.json and modes.png.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from experiments.load import azure_conversations, open_loop, percentile, pieces
+from experiments.report import RESULTS, run, settings_of, table, write_json
+from jbatch.config import DEFAULT_MODEL, EngineConfig
+from jbatch.controls import Batching, Controls
+from jbatch.engine import Engine
+from jbatch.models.load import load_model
+from jbatch.request import Request, SamplingParams
+
+CLAIM = 2.0
+"""Throughput of continuous batching over static batches, at least."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same arrivals under every way of batching."""
+
+    model: str = DEFAULT_MODEL
+    """Name, path or hub id of the model."""
+    requests: int = 160
+    """Requests sent."""
+    rate: float = 4.0
+    """Arrivals a second, on average."""
+    running: int = 32
+    """Most requests in a batch."""
+    longest_prompt: int = 256
+    """Longer prompts are cut to so many tokens."""
+    longest_output: int = 512
+    """Longer outputs are cut to so many tokens."""
+    batchings: tuple[Batching, ...] = ("continuous", "static", "dynamic", "threshold", "serial")
+    """Ways of batching to compare."""
+    quick: bool = False
+    """A short look: fewer and shorter requests."""
+    out: Path = RESULTS
+    """Folder for the JSON and the plot."""
+
+
+def main(settings: Settings) -> None:
+    """Runs every way of batching and writes the results."""
+    if settings.quick:
+        settings = replace(settings, requests=48, rate=20.0, running=16, longest_prompt=64, longest_output=96)
+    loaded = load_model(settings.model, report=_say)
+    sends = make_sends(settings, pieces(loaded.tokenizer))
+    rows = []
+    config = EngineConfig(prefix_caching=False, max_running=settings.running)
+    with Engine(loaded.for_engine(), config, _say) as engine:
+        engine.warm_up()
+        for batching in settings.batchings:
+            rows.append(measure(engine, sends, batching))
+            print(table([_rounded(rows[-1])]), flush=True)
+    result = {"settings": settings_of(settings), "modes": rows}
+    write_json(settings.out / "modes.json", result)
+    plot(rows, settings.out / "modes.png")
+    print(table([_rounded(row) for row in rows]))
+    print(f"\n{verdict(rows)}\nwritten: {settings.out / 'modes.json'}, {settings.out / 'modes.png'}")
+
+
+def make_sends(settings: Settings, texts: Iterator[tuple[int, ...]]) -> list[tuple[float, Request]]:
+    """When to send what: greedy requests that do not stop by themselves."""
+    arrivals = azure_conversations(settings.requests)
+    pace = settings.requests / settings.rate / arrivals[-1].seconds
+    return [
+        (
+            arrival.seconds * pace,
+            Request(
+                next(texts)[: min(arrival.prompt_tokens, settings.longest_prompt)],
+                SamplingParams(
+                    temperature=0, max_tokens=min(arrival.output_tokens, settings.longest_output), ignore_eos=True
+                ),
+            ),
+        )
+        for arrival in arrivals
+    ]
+
+
+def measure(engine: Engine, sends: list[tuple[float, Request]], batching: Batching) -> dict[str, Any]:
+    """One way of batching's figures; times in seconds."""
+    engine.set_controls(Controls(batching=batching))
+    before, begun = engine.snapshot(), time.perf_counter()
+    timelines = open_loop(engine, sends, batching)
+    seconds, after = time.perf_counter() - begun, engine.snapshot()
+    engine.set_controls(Controls())
+    rows = after.computed_rows - before.computed_rows
+    used = sum(getattr(after, name) - getattr(before, name) for name in ("decode_tokens", "prefill_tokens"))
+    return {
+        "batching": batching,
+        "seconds": seconds,
+        "output tokens/s": sum(len(line.tokens) for line in timelines) / seconds,
+        **{f"{n} p{q} s": percentile(timelines, n, q) for n in ("ttft", "tpot") for q in (50, 99)},
+        "padding": 1 - used / rows,
+    }
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """What the rows say of the claim, in a sentence."""
+    rates = {row["batching"]: row["output tokens/s"] for row in rows}
+    if not {"continuous", "static"} <= rates.keys():
+        return "Run continuous and static to judge the claim."
+    times = rates["continuous"] / rates["static"]
+    holds = "holds" if times >= CLAIM else "does not hold"
+    return f"Continuous batching gives {CLAIM:.0f} times the throughput of static batches: {holds}, {times:.2f} times."
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, str]:
+    digits = {"seconds": ".0f", "output tokens/s": ".0f", "padding": ".1%"}
+    return {name: v if isinstance(v, str) else format(v, digits.get(name, ".3f")) for name, v in row.items()}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Throughput and time to the first token of each way of batching."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    names = [row["batching"] for row in rows][::-1]
+    bars = left.barh(names, [row["output tokens/s"] for row in rows][::-1])
+    left.bar_label(bars, fmt="%.0f", padding=3)
+    left.set(title="Throughput", xlabel="output tokens/s")
+    for q, colour in ((99, "tab:gray"), (50, "tab:blue")):
+        right.barh(names, [row[f"ttft p{q} s"] for row in rows][::-1], color=colour, label=f"p{q}")
+    right.set(title="Time to the first token", xlabel="seconds")
+    right.legend()
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(main, Settings, __doc__)
