@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jbatch.engine import Engine
-from jbatch.request import Output, Request
+from jbatch.request import Output, Request, SamplingParams
 from jbatch.telemetry import Snapshot
 from jbatch.tokenizer import Tokenizer
 
@@ -54,6 +54,15 @@ def chat_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     texts = [json.loads(line)["text"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     chats = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(count)]
     return [tuple(tokenizer.encode(tokenizer.apply_chat_template(chat))) for chat in chats]
+
+
+def make_requests(prompts: list[tuple[int, ...]], output_tokens: int) -> list[Request]:
+    """Greedy requests that do not stop by themselves; numbers of tokens are uniform around the mean, seeded."""
+    lengths = np.random.default_rng(0).integers(output_tokens // 2, output_tokens * 3 // 2, len(prompts), endpoint=True)
+    return [
+        Request(prompt, SamplingParams(temperature=0, max_tokens=int(length), ignore_eos=True))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
 
 
 @dataclass

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 
-from experiments.load import LoadResult, chat_prompts, closed_loop
+from experiments.load import LoadResult, chat_prompts, closed_loop, make_requests
 from experiments.report import RESULTS, run, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.engine import Engine
 from jbatch.models.llama import LlamaConfig
 from jbatch.models.load import load_model
-from jbatch.request import Request, SamplingParams
 
 CLAIM = 6.0
 """Throughput over serial, the lower end of the 6 to 10 times that continuous batching is said to give."""
@@ -76,15 +75,6 @@ def main(settings: Settings) -> None:
     plot(rows, settings.out / "throughput.png")
     print(table([_rounded(row) for row in rows]))
     print(f"\n{verdict(rows)}\nwritten: {settings.out / 'throughput.json'}, {settings.out / 'throughput.png'}")
-
-
-def make_requests(prompts: list[tuple[int, ...]], output_tokens: int) -> list[Request]:
-    """Greedy requests that do not stop by themselves; numbers of tokens are uniform around the mean, seeded."""
-    lengths = np.random.default_rng(0).integers(output_tokens // 2, output_tokens * 3 // 2, len(prompts), endpoint=True)
-    return [
-        Request(prompt, SamplingParams(temperature=0, max_tokens=int(length), ignore_eos=True))
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

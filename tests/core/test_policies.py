@@ -73,7 +73,7 @@ def test_nobody_is_overtaken_by_those_that_come_too_much_later(policy: Policy, a
         for late in came - set(host.finished):
             for early in waiting:
                 (late_at, late_class), (early_at, early_class) = classes[late], classes[early]
-                periods = early_class - late_class + 1 if policy == "priority" else 0 if policy == "fcfs" else 1
+                periods = early_class - late_class if policy == "priority" else 0 if policy == "fcfs" else 1
                 deferred = host.state.slots.wait_reason[host.slot_of(early)] == Wait.PREFIX
                 assert deferred or late_at < early_at + max(periods, 0) * aging or late_at <= early_at
 
