@@ -58,7 +58,8 @@ def _fcfs(state: EngineState, config: EngineConfig) -> Rank:
 def _priority(state: EngineState, config: EngineConfig) -> Rank:
     """Lower classes first; to have come one period earlier counts as much as one class.
 
-    So a request of class p is overtaken by one of a class q < p only if that one comes less than p - q periods after it.
+    So a request of class p is overtaken by one of a class q < p only if that one comes less than p - q periods after
+    it.
     """
     return jnp.clip(state.slots.priority, -_CLASS_BOUND, _CLASS_BOUND) + _period(state), _nothing(state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from harness import Host
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from jbatch.config import EngineConfig
 from jbatch.controls import BATCHINGS, POLICIES, Batching, Controls, Policy
+from jbatch.core.inbox import Observed
 
 SCARCE = EngineConfig(
     max_model_len=40,
@@ -89,10 +91,15 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         batching=st.sampled_from(("continuous", "continuous", *BATCHINGS)),
         aging=st.sampled_from([0.5, 10.0]),
+        target=st.sampled_from([(), (), (20.0,), (80.0, 20.0)]),
+        seconds=st.sampled_from([0.0, 0.01, 0.03, 2.0]),
     )
-    def steer(self, policy: Policy, batching: Batching, aging: float) -> None:
+    def steer(
+        self, policy: Policy, batching: Batching, aging: float, target: tuple[float, ...], seconds: float
+    ) -> None:
         sizes = {"batch_size": 3, "batch_delay": 0.3, "batch_threshold": 2}
-        self.host.controls = Controls(policy=policy, batching=batching, aging=aging, **sizes)
+        self.host.controls = Controls(policy=policy, batching=batching, aging=aging, slo_tpot=target, **sizes)
+        self.host.observed = Observed(seconds, decodes=2, chunks=len(target))
 
     @rule(nth=st.integers(0, 10))
     def cancel(self, nth: int) -> None:
@@ -116,6 +123,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "host"):
             return
+        self.host.controls = replace(self.host.controls, slo_tpot=())  # a target may take as many steps as it likes
         self.host.run_until_idle()
         assert len(self.host.finished) + len(self.host.cancelled) == self.host.num_ids
         for finish in self.host.finished.values():
