@@ -6,10 +6,11 @@ import csv
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 from tqdm import tqdm
@@ -164,19 +165,20 @@ def open_loop(engine: Engine, sends: Sequence[tuple[float, Request]], label: str
     """
     inbox: SimpleQueue[tuple[float, list[Output]]] = SimpleQueue()
     timelines: dict[int, Timeline] = {}
-    order = sorted(range(len(sends)), key=lambda i: sends[i][0])
     places: dict[int, Timeline] = {}
+    todo = deque(sorted(range(len(sends)), key=lambda i: sends[i][0]))
     begun, finished = time.perf_counter(), 0
     with tqdm(total=len(sends), desc=label, unit="req") as bar:
-        for i in order:
-            due = begun + sends[i][0]
-            while (left := due - time.perf_counter()) > 0:
-                time.sleep(left)
-            id_ = engine.submit(sends[i][1], lambda news: inbox.put((time.perf_counter(), news)))
-            places[i] = timelines[id_] = Timeline(due, [])
-            bar.set_postfix(sent=len(timelines))
         while finished < len(sends):
-            at, news = inbox.get()
+            while todo and begun + sends[todo[0]][0] <= time.perf_counter():
+                due, request = sends[todo[0]]
+                id_ = engine.submit(request, lambda news: inbox.put((time.perf_counter(), news)))
+                places[todo.popleft()] = timelines[id_] = Timeline(begun + due, [])
+            try:
+                left = begun + sends[todo[0]][0] - time.perf_counter() if todo else None
+                at, news = inbox.get(timeout=None if left is None else max(left, 0.0))
+            except Empty:
+                continue
             for output in news:
                 if output.token is not None:
                     timelines[output.request_id].tokens.append(at)
