@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-DEFAULT_DEADLINE = 60.0
-"""Seconds after which a request without a deadline counts as due."""
-
 
 class UserError(Exception):
     """Something the user can mend. Its text is one line: what is wrong and what to do."""

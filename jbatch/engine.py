@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import secrets
 import threading
 import time
@@ -17,6 +16,7 @@ from jbatch.config import EngineConfig, UserError
 from jbatch.controls import Controls
 from jbatch.core.inbox import InboxBuilder
 from jbatch.core.state import MAX_STOP_TOKENS, Model
+from jbatch.forecast import retry_after, seconds_to_answer
 from jbatch.ingress import Ingress, Ticket
 from jbatch.prefix_guess import PrefixGuess
 from jbatch.recording import Recorder
@@ -143,7 +143,7 @@ class Engine:
             ticket = Ticket(id_, request, sink, time.monotonic())
             if request.deadline is not None and self._controls.policy == "edf":
                 self._check_deadline(ticket, request.deadline)
-            self._ingress.push(ticket, self._retry_after())
+            self._ingress.push(ticket, retry_after(self._stepper.telemetry, len(self._ingress)))
             self._arrived += 1
             self._lock.notify()
         return id_
@@ -224,29 +224,12 @@ class Engine:
         own = () if request.sampling.ignore_eos else self._model.eos_ids
         return tuple({*own, *request.sampling.stop_token_ids})
 
-    def _retry_after(self) -> int:
-        """Seconds until the queue has moved on by its length, at the rate of the past."""
-        past = self._stepper.telemetry
-        if not past.finished:
-            return 1
-        return min(60, math.ceil(len(self._ingress) * (past.host_seconds + past.wait_seconds) / past.finished) or 1)
-
     def _check_deadline(self, ticket: Ticket, deadline: float) -> None:
-        """Raises `DeadlineError` where those due before it leave too little time, by the steps of the past."""
         past = self._stepper.telemetry
-        if not past.finished or not (self._residents or self._ingress):
-            return
-        mean = past.output_tokens / past.finished
-        waiting = [*self._ingress.tickets(), *self._residents.waiting(past.running)]
-        ahead = sum(other.due <= ticket.due for other in waiting)
-        # A place falls free each time one of those that run ends; they have `mean` steps each.
-        limit = max(1, past.running_limit)
-        turns = ahead + 1 if past.running >= limit or ahead >= limit - past.running else 0
-        prompt = len(ticket.request.prompt) / (self.config.chunk_size * max(1, past.chunk_limit))
-        steps = turns * mean / limit + math.ceil(prompt) + min(mean, ticket.request.sampling.max_tokens)
-        wait = steps * past.step_seconds
-        if wait > deadline:
-            raise DeadlineError(deadline, wait)
+        ahead = past.waiting + sum(other.due <= ticket.due for other in self._ingress.tickets())
+        seconds = seconds_to_answer(ticket.request, ahead, past, self.config)
+        if seconds > deadline:
+            raise DeadlineError(deadline, seconds)
 
     # ---- the engine's thread ----
 
@@ -283,20 +266,23 @@ class Engine:
                 self._lock.wait(IDLE_SECONDS)
             if self._dropping:
                 self._cancels.update(self._residents.slots, (ticket.id for ticket in self._ingress.tickets()))
-            controls, now = self._controls, time.monotonic()
-            observed = self._stepper.observed._replace(queued=len(self._ingress), arrived=self._arrived)
-            inbox = InboxBuilder(self.config, controls, now, observed)
-            for id_ in self._cancels:
+            cancels, self._cancels = self._cancels, set()
+            for id_ in cancels:
                 if ticket := self._ingress.remove(id_):
                     mail.add(ticket, None, 0.0, "cancelled")
-                elif (slot := self._residents.slots.get(id_)) is not None:
+            controls, now = self._controls, time.monotonic()
+            places = min(len(self._residents.free), self.config.max_admissions)
+            entering = self._ingress.take(places, controls, now, self._residents.tenants.live)
+            measured = self._stepper.measured._replace(queued=len(self._ingress), arrived=self._arrived)
+            inbox = InboxBuilder(self.config, controls, now, measured)
+            for id_ in cancels:
+                if (slot := self._residents.slots.get(id_)) is not None:
                     inbox.cancel(slot, id_)
-            self._cancels.clear()
-            while self._ingress and self._residents.free and not inbox.full:
-                self._admit(self._ingress.pop(controls, now, self._residents.tenants.live), inbox)
-        if not self._residents or (inbox.empty and self._stepper.surely_ends(self._residents.tokens_left())):
-            return None
-        self._arrived = 0
+            for ticket in entering:
+                self._admit(ticket, inbox)
+            if not self._residents or (inbox.empty and self._stepper.surely_ends(self._residents.tokens_left())):
+                return None
+            self._arrived = 0
         return inbox
 
     def _admit(self, ticket: Ticket, inbox: InboxBuilder) -> None:
@@ -332,8 +318,8 @@ class Engine:
         mail = Mail()
         with self._lock:
             self._accepting = False
-            while self._ingress:
-                mail.add(self._ingress.pop(self._controls, 0.0, lambda tenant: 0), None, 0.0, "error")
+            for ticket in self._ingress.clear():
+                mail.add(ticket, None, 0.0, "error")
         self._residents.end_all("error", mail)
         mail.deliver(self._report)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from jbatch.config import DEFAULT_DEADLINE
 from jbatch.controls import Controls
-from jbatch.request import QueueFullError, Request, Sink
+from jbatch.request import DEFAULT_DEADLINE, QueueFullError, Request, Sink
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Ticket:
     id: int
     request: Request
     sink: Sink
-    submitted: float = field(default=0.0)
+    submitted: float = 0.0
     """In seconds of the engine's clock."""
 
     @property
@@ -35,15 +35,13 @@ class Ingress:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._controls = Controls()
-        self._tickets: dict[int, Ticket] = {}  # a heap entry without a ticket was removed
-        self._heaps: dict[str, list[tuple[float, float, int]]] = {}
+        self._tickets: dict[int, Ticket] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def tickets(self) -> list[Ticket]:
-        """The tickets that wait, in no order."""
+        """The tickets that wait, in order of arrival."""
         return list(self._tickets.values())
 
     def push(self, ticket: Ticket, retry_after: int) -> None:
@@ -51,62 +49,57 @@ class Ingress:
         if len(self) >= self._capacity:
             raise QueueFullError(len(self), retry_after)
         self._tickets[ticket.id] = ticket
-        self._enter(ticket)
 
-    def pop(self, controls: Controls, now: float, live: Callable[[str], int]) -> Ticket:
-        """Takes the first ticket.
+    def take(self, count: int, controls: Controls, now: float, live: Callable[[str], int]) -> list[Ticket]:
+        """Takes the first `count` tickets, or all there are.
 
         Args:
           controls: decide the order.
           now: the engine's time, in seconds.
           live: how many requests of a tenant have a slot.
-
-        Raises `IndexError` when none waits.
         """
-        if (controls.policy, controls.aging) != (self._controls.policy, self._controls.aging):
-            self._controls = controls
-            self._rebuild()
-        if controls.policy == "edf" and self._tickets:  # those that have missed their deadline go last
-            first = min(self._tickets.values(), key=lambda ticket: (ticket.due < now, ticket.due, ticket.id))
-            return self._tickets.pop(first.id)
-        self._tidy()
-        if controls.policy == "fair":  # whoever has fewest slots; of those, whoever came first
-            heap = min(self._heaps.items(), key=lambda item: (live(item[0]), item[1][0]), default=("", []))[1]
+        if controls.policy == "fair":
+            first = self._in_turns(count, live)
         else:
-            heap = self._heaps.get("", [])
-        return self._tickets.pop(heapq.heappop(heap)[-1])
+            first = heapq.nsmallest(count, self._tickets.values(), key=lambda ticket: _key(ticket, controls, now))
+        for ticket in first:
+            del self._tickets[ticket.id]
+        return first
 
     def remove(self, id_: int) -> Ticket | None:
         """Takes out the ticket of that id; None where it does not wait here."""
-        ticket = self._tickets.pop(id_, None)
-        if ticket is not None and sum(map(len, self._heaps.values())) > 2 * len(self._tickets) + 64:
-            self._rebuild()
-        return ticket
+        return self._tickets.pop(id_, None)
 
-    def _rebuild(self) -> None:
-        self._heaps = {}
+    def clear(self) -> list[Ticket]:
+        """Takes out all tickets."""
+        tickets, self._tickets = self.tickets(), {}
+        return tickets
+
+    def _in_turns(self, count: int, live: Callable[[str], int]) -> list[Ticket]:
+        """Each time one of the tenant with fewest slots; of several such, of the one that came first."""
+        queues: dict[str, deque[Ticket]] = {}
         for ticket in self._tickets.values():
-            self._enter(ticket)
+            queues.setdefault(ticket.request.tenant, deque()).append(ticket)
+        slots = {tenant: live(tenant) for tenant in queues}
+        taken: list[Ticket] = []
+        while queues and len(taken) < count:
+            tenant = min(queues, key=lambda name: (slots[name], queues[name][0].id))
+            taken.append(queues[tenant].popleft())
+            slots[tenant] += 1
+            if not queues[tenant]:
+                del queues[tenant]
+        return taken
 
-    def _enter(self, ticket: Ticket) -> None:
-        group = ticket.request.tenant if self._controls.policy == "fair" else ""
-        heapq.heappush(self._heaps.setdefault(group, []), (*self._key(ticket), ticket.id))
 
-    def _tidy(self) -> None:
-        """Drops entries of removed tickets from the tops of the heaps, and heaps that are empty."""
-        for group, heap in list(self._heaps.items()):
-            while heap and heap[0][-1] not in self._tickets:
-                heapq.heappop(heap)
-            if not heap:
-                del self._heaps[group]
-
-    def _key(self, ticket: Ticket) -> tuple[float, float]:
-        """Lower goes first; equal ones go by id. As `core.policies` has it, as far as the host can tell."""
-        request, period = ticket.request, ticket.submitted // self._controls.aging
-        match self._controls.policy:
-            case "priority":
-                return request.priority + period, 0
-            case "shortest":
-                return period, len(request.prompt) + request.sampling.max_tokens
-            case _:
-                return 0, 0
+def _key(ticket: Ticket, controls: Controls, now: float) -> tuple[float, ...]:
+    """Lower goes first. As `core.policies` has it, as far as the host can tell."""
+    request, period = ticket.request, ticket.submitted // controls.aging
+    match controls.policy:
+        case "priority":
+            return request.priority + period, ticket.id
+        case "edf":
+            return ticket.due < now, ticket.due, ticket.id
+        case "shortest":
+            return period, len(request.prompt) + request.sampling.max_tokens, ticket.id
+        case _:
+            return (ticket.id,)

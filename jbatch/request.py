@@ -9,6 +9,8 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 INT32_MAX = 2**31 - 1
+DEFAULT_DEADLINE = 60.0
+"""Seconds after which a request without a deadline counts as due."""
 MAX_DEADLINE = 86_400.0
 MAX_PIN = 3_600.0
 

@@ -85,10 +85,6 @@ class Residents:
             new_program=new_program,
         )
 
-    def waiting(self, running: int) -> list[Ticket]:
-        """About those that wait in a slot while `running` others run: the last to have come. From any thread."""
-        return sorted(self.tickets.copy().values(), key=lambda ticket: ticket.id)[running:]
-
     def tokens_left(self) -> np.ndarray:
         """How many tokens each request may still generate, [M] int32."""
         return self.left[list(self.tickets)]

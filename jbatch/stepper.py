@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.inbox import InboxBuilder, Observed, inbox_size
+from jbatch.core.inbox import InboxBuilder, Measured, inbox_size
 from jbatch.core.outbox import OutboxView
 from jbatch.core.state import EngineState, Model, Phase, Wait, init_state
 from jbatch.core.step import step
@@ -47,7 +47,7 @@ class Stepper:
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
         self._read_at = 0.0
-        self._observed = Observed()
+        self._measured = Measured()
         self.programs = Programs(config, step_compiler(model, self._state, config), report)
         pages = config.num_pages - 1
         self.telemetry = Snapshot(
@@ -65,7 +65,7 @@ class Stepper:
         bucket, program = self.programs.choose(self._demand(inbox))
         self._state, outbox = program(self._params, self._state, jax.device_put(inbox.buffer))
         self._in_flight.append(_InFlight(outbox, bucket, inbox, begun))
-        self._observed = Observed()
+        self._measured = Measured()
         if self._recorder:
             self._recorder.dispatched(bucket, inbox.buffer)
         self._host_seconds += time.perf_counter() - begun
@@ -79,30 +79,23 @@ class Stepper:
         now = time.perf_counter()
         self._wait_seconds += now - begun
         # It began when it was sent, or when the one before it had ended.
-        self._observe(now - max(self._read_at, oldest.sent))
-        self._read_at = now
+        seconds, self._read_at = now - max(self._read_at, oldest.sent), now
+        self._measured = Measured(seconds, self._last.counter("decode_tokens"), self._last.counter("chunk_rows"))
         if self._recorder:
             self._recorder.read(buffer)
         self._account(oldest.bucket)
         return self._last, oldest.inbox
 
     @property
-    def observed(self) -> Observed:
+    def measured(self) -> Measured:
         """What the step read last took, until it has been told with an inbox."""
-        return self._observed
+        return self._measured
 
     @property
     def idle(self) -> bool:
         """Whether all that are on the device wait, and the next step would let none of them in."""
         entering = any(flight.inbox.admitted_chunks for flight in self._in_flight)
         return not entering and self._last.counter("next_decodes") + self._last.counter("next_prefills") == 0
-
-    def _observe(self, seconds: float) -> None:
-        chunks = -(-self._last.counter("prefill_tokens") // self._config.chunk_size)
-        self._observed = Observed(seconds, self._last.counter("decode_tokens"), chunks)
-        past = self.telemetry.step_seconds
-        if self._observed.decodes or chunks:
-            self.telemetry = replace(self.telemetry, step_seconds=past + (seconds - past) / 16 if past else seconds)
 
     def surely_ends(self, left: np.ndarray) -> bool:
         """Whether the step under way ends every request; `left` [M] is how many tokens each may still generate."""
@@ -118,6 +111,7 @@ class Stepper:
         """
         places = self._last.counter("next_places")
         decodes = self._last.counter("next_decodes") + self._last.counter("next_prefills")
+        decodes = max(decodes, self._last.counter("next_rows"))
         chunks = self._last.counter("next_chunks")
         for each, done in [(flight.inbox, flight.bucket.chunks) for flight in self._in_flight] + [(inbox, 0)]:
             entering = each.admitted_chunks[:places]
@@ -126,11 +120,14 @@ class Stepper:
             chunks = max(chunks + sum(entering) - done, 0)
         # Rounded down to a power of two, so that chunk rows are full: the rest follows in the next step, which costs
         # less than rows of padding.
-        chunks = min(chunks, self._config.max_chunks, self._last.counter("chunk_limit"))
+        chunks = min(chunks, self._last.counter("chunk_limit"))
         return Bucket(min(decodes, self._config.max_running), 1 << chunks.bit_length() >> 1)
 
     def _account(self, bucket: Bucket) -> None:
-        last, total = self._last, self.telemetry
+        last, total, took = self._last, self.telemetry, self._measured
+        if took.decodes or took.chunks:
+            mean = total.step_seconds
+            total = replace(total, step_seconds=mean + (took.seconds - mean) / 16 if mean else took.seconds)
         phase = last.column("phase")
         reasons = np.bincount(last.column("wait_reason")[phase != Phase.FREE], minlength=len(Wait))
         self.telemetry = replace(

@@ -98,15 +98,20 @@ def test_a_policy_put_in_force_orders_those_that_wait(controls: Controls, expect
 
 
 def test_a_deadline_that_would_be_missed_is_refused_at_once(scarce: Engine) -> None:
+    """Where the device is busy: one that idles may be as quick as ever."""
     scarce.generate([endless(40)])
     urgent = replace(endless(40), deadline=1e-3)
-    heard = Recorder()
+    heard, gate = Recorder(), Gate()
     heard.wait_for([scarce.submit(urgent, heard)])  # no other policy looks at it
     scarce.set_controls(Controls(policy="edf"))
+    heard.wait_for([scarce.submit(urgent, heard)])
+    scarce.submit(endless(60), gate)
+    gate.wait()
     try:
         with pytest.raises(DeadlineError, match=r"would take some \d+\.\d s and is due in 0\.0 s") as refused:
             scarce.submit(urgent, print)
         assert 0 < refused.value.wait < 60
+        gate.open()
         scarce.generate([replace(endless(40), deadline=60.0)])
     finally:
         scarce.set_controls(Controls())

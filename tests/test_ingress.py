@@ -22,7 +22,8 @@ def ticket(id_: int, priority: int = 0, submitted: float = 95.0, max_tokens: int
 
 def pop(ingress: Ingress, policy: Policy = "priority", live: Counter[str] | None = None) -> int:
     slots = live if live is not None else Counter()
-    return ingress.pop(Controls(policy=policy), NOW, lambda tenant: slots[tenant]).id
+    [first] = ingress.take(1, Controls(policy=policy), NOW, lambda tenant: slots[tenant])
+    return first.id
 
 
 def test_lower_priority_value_first_then_arrival() -> None:
@@ -86,24 +87,32 @@ def test_a_full_queue_refuses_with_the_hint() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_popping_from_an_empty_queue(policy: Policy) -> None:
+def test_nothing_comes_from_an_empty_queue(policy: Policy) -> None:
     ingress = Ingress(2)
     ingress.push(ticket(1), 1)
-    ingress.remove(1)
-    with pytest.raises(IndexError):
-        pop(ingress, policy)
+    assert ingress.remove(1) is not None
+    assert ingress.remove(1) is None
+    assert ingress.take(3, Controls(policy=policy), NOW, lambda tenant: 0) == []
 
 
-def test_removed_tickets_do_not_pile_up() -> None:
-    ingress = Ingress(10)
-    ingress.push(ticket(0), 1)
-    for id_ in range(1, 5000):
-        ingress.push(ticket(id_, tenant=str(id_)), 1)
-        assert ingress.remove(id_) is not None
-        assert ingress.remove(id_) is None
-    assert sum(map(len, ingress._heaps.values())) < 100
-    assert pop(ingress, "fair") == 0
-    assert not ingress._heaps[""]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_at_once_are_those_one_by_one(policy: Policy) -> None:
+    def fill() -> Ingress:
+        ingress = Ingress(30)
+        for id_ in range(20):
+            ingress.push(ticket(id_, id_ % 3, deadline=1.0 + 7 * id_ % 13, tenant=str(id_ % 4)), 1)
+        return ingress
+
+    live, one_by_one, order = Counter({"2": 3}), fill(), []
+    for _ in range(8):
+        order.append(pop(one_by_one, policy, live))
+        live[str(order[-1] % 4)] += 1
+    at_once = fill()
+    slots = Counter({"2": 3})
+    taken = at_once.take(8, Controls(policy=policy), NOW, lambda tenant: slots[tenant])
+    assert [waiting.id for waiting in taken] == order
+    assert sorted(waiting.id for waiting in at_once.clear()) == sorted(set(range(20)) - set(order))
+    assert not at_once
 
 
 def key(waiting: Ticket, policy: Policy) -> tuple[float, ...]:

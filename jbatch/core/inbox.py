@@ -6,6 +6,7 @@ one entry per slot: non-zero cancels its request.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -24,11 +25,12 @@ from jbatch.core.state import (
     NO_PROGRAM,
     NO_SLOT,
     NO_TOKEN,
+    Accounts,
     EngineState,
-    Fairness,
     Header,
     Phase,
     SlotTable,
+    header_shape,
 )
 from jbatch.request import Request
 
@@ -39,11 +41,11 @@ FIELDS = (
 FLOATS = ("temperature", "top_p", "min_p")  # stored as their bit patterns
 _SCALARS = len(FIELDS) + len(FLOATS)
 _TOKENS = _SCALARS + MAX_STOP_TOKENS
-_HEADER = {field.name: NUM_CLASSES if field.name.startswith("slo_") else 1 for field in fields(Header)}
-_HEADER_SIZE = sum(_HEADER.values())
+_HEADER = {field.name: header_shape(field.name) for field in fields(Header)}
+_HEADER_SIZE = sum(math.prod(shape) for shape in _HEADER.values())
 
 
-class Observed(NamedTuple):
+class Measured(NamedTuple):
     """What the host has seen since it sent the last inbox."""
 
     seconds: float = 0.0
@@ -109,12 +111,12 @@ class InboxBuilder:
         config: EngineConfig,
         controls: Controls = Controls(),  # noqa: B008 (frozen)
         now: float = 0.0,
-        observed: Observed = Observed(),  # noqa: B008
+        measured: Measured = Measured(),  # noqa: B008
     ) -> None:
         """`now` is in seconds of any clock that goes on steadily."""
         self.buffer = np.zeros(inbox_size(config), np.int32)
         end = len(self.buffer) - config.max_slots
-        self.buffer[:_HEADER_SIZE] = _header(config, controls, now, observed)
+        self.buffer[:_HEADER_SIZE] = _header(config, controls, now, measured)
         self._rows = self.buffer[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
         self._rows[:, 0] = NO_SLOT
         self._cancel = self.buffer[end:]
@@ -139,12 +141,26 @@ class InboxBuilder:
         row = self._rows[len(self.admitted_chunks)]
         self.admitted_chunks.append(-(-(len(request.prompt) - at.cached) // self._chunk_size))
         sampling = request.sampling
-        row[: len(FIELDS)] = (
-            *(at.slot, len(request.prompt), at.limit, request.priority, at.arrival),
-            *(_wrapped(round(at.submitted * 1e3)), _wrapped(round(at.due * 1e3))),
-            *(at.tenant, at.program, round(at.pin * 1e3)),
-            *(sampling.top_k, at.seed, *np.frombuffer(at.salt, np.int32), at.new_tenant, at.new_program),
-        )
+        salt_low, salt_high = np.frombuffer(at.salt, np.int32)
+        values = {
+            "slot": at.slot,
+            "prompt_len": len(request.prompt),
+            "limit": at.limit,
+            "priority": request.priority,
+            "arrival": at.arrival,
+            "submitted": _wrapped(round(at.submitted * 1e3)),
+            "deadline": _wrapped(round(at.due * 1e3)),
+            "tenant": at.tenant,
+            "program": at.program,
+            "pin": round(at.pin * 1e3),
+            "top_k": sampling.top_k,
+            "seed": at.seed,
+            "salt_low": salt_low,
+            "salt_high": salt_high,
+            "new_tenant": at.new_tenant,
+            "new_program": at.new_program,
+        }
+        row[: len(FIELDS)] = [values[name] for name in FIELDS]
         temperature = 0.0 if sampling.greedy else sampling.temperature
         row[len(FIELDS) : _SCALARS].view(np.float32)[:] = (temperature, sampling.top_p, sampling.min_p)
         row[_SCALARS:_TOKENS] = NO_TOKEN
@@ -157,7 +173,7 @@ class InboxBuilder:
         self.cancelled.append(request_id)
 
 
-def _header(config: EngineConfig, controls: Controls, now: float, observed: Observed) -> list[int]:
+def _header(config: EngineConfig, controls: Controls, now: float, measured: Measured) -> list[int]:
     """The values of a `Header`, in its order."""
     now_ms, aging_ms = round(now * 1e3), round(controls.aging * 1e3)
     values: dict[str, int | list[int]] = {
@@ -171,11 +187,11 @@ def _header(config: EngineConfig, controls: Controls, now: float, observed: Obse
         "max_pinned": int(controls.pinned_share * (config.num_pages - 1)),
         "now": _wrapped(now_ms),
         "aging_window": _wrapped(now_ms // aging_ms * aging_ms),
-        "step_time": min(round(observed.seconds * 1e6), 2**31 - 1),
-        "step_decodes": observed.decodes,
-        "step_chunks": observed.chunks,
-        "queued": observed.queued,
-        "arrived": observed.arrived,
+        "step_us": min(round(measured.seconds * 1e6), 2**31 - 1),
+        "step_decodes": measured.decodes,
+        "step_chunks": measured.chunks,
+        "queued": measured.queued,
+        "arrived": measured.arrived,
         "slo_ttft": _by_class(controls.slo_ttft),
         "slo_tpot": _by_class(controls.slo_tpot),
     }
@@ -192,9 +208,9 @@ def _by_class(targets: tuple[float, ...]) -> list[int]:
 def _read_header(values: jax.Array) -> Header:
     parts = {}
     at = 0
-    for name, size in _HEADER.items():
-        parts[name] = values[at] if size == 1 else values[at : at + size]
-        at += size
+    for name, shape in _HEADER.items():
+        parts[name] = values[at : at + math.prod(shape)].reshape(shape)
+        at += math.prod(shape)
     return Header(**parts)
 
 
@@ -204,20 +220,20 @@ def admit(state: EngineState, inbox: jax.Array, config: EngineConfig) -> EngineS
     rows = inbox[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
     slots = replace(state.slots, phase=jnp.where(inbox[end:] != 0, Phase.FREE, state.slots.phase))
 
-    def admit_nth(i: jax.Array, carry: tuple[SlotTable, Fairness]) -> tuple[SlotTable, Fairness]:
-        slots, fairness = carry
+    def admit_nth(i: jax.Array, carry: tuple[SlotTable, Accounts]) -> tuple[SlotTable, Accounts]:
+        slots, accounts = carry
         slot, column, news = _read_row(rows[i], config)
         slots = replace(slots, **{name: getattr(slots, name).at[slot].set(value) for name, value in column.items()})
         tenant = jnp.where(news["new_tenant"] != 0, column["tenant"], MAX_TENANTS)  # past the end: dropped
         program = jnp.where(news["new_program"] != 0, column["program"], MAX_PROGRAMS)
-        return slots, Fairness(
-            tenant=fairness.tenant.at[tenant].set(0, mode="drop"),
-            program=fairness.program.at[program].set(0, mode="drop"),
+        return slots, Accounts(
+            tenant=accounts.tenant.at[tenant].set(0, mode="drop"),
+            program=accounts.program.at[program].set(0, mode="drop"),
         )
 
     count = jnp.sum(rows[:, 0] != NO_SLOT, dtype=jnp.int32)
-    slots, fairness = lax.fori_loop(0, count, admit_nth, (slots, state.fairness))
-    return replace(state, slots=slots, fairness=fairness, header=_read_header(inbox[:_HEADER_SIZE]))
+    slots, accounts = lax.fori_loop(0, count, admit_nth, (slots, state.accounts))
+    return replace(state, slots=slots, accounts=accounts, header=_read_header(inbox[:_HEADER_SIZE]))
 
 
 def _read_row(row: jax.Array, config: EngineConfig) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:

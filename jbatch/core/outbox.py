@@ -9,8 +9,8 @@ from flax import struct
 from jax import lax
 
 from jbatch.config import EngineConfig
+from jbatch.core.demand import Demand
 from jbatch.core.pages import num_cached, num_free, num_pinned
-from jbatch.core.schedule import Demand
 from jbatch.core.state import NO_SLOT, NO_TOKEN, BatchPlan, EngineState
 
 COUNTERS = (
@@ -25,6 +25,8 @@ COUNTERS = (
     "pinned_pages",
     "running_limit",
     "chunk_limit",
+    "chunk_rows",
+    "next_rows",
     "next_decodes",
     "next_prefills",
     "next_chunks",
@@ -56,8 +58,10 @@ def pack_outbox(state: EngineState, plan: BatchPlan, ahead: Demand, result: Step
         plan.prefix_hits,
         result.recomputed,
         num_pinned(state.pool, state.header.now),
-        jnp.minimum(state.header.running_limit, state.controller.running),
+        ahead.limit,
         state.controller.chunks,
+        jnp.sum(plan.chunk_slot != NO_SLOT, dtype=jnp.int32),
+        ahead.rows,
         ahead.decodes,
         ahead.prefills,
         ahead.chunks,

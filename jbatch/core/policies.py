@@ -18,27 +18,27 @@ from jax import lax
 
 from jbatch.config import EngineConfig
 from jbatch.controls import POLICIES, Policy
+from jbatch.core.accounts import OUTPUT_WEIGHT
 from jbatch.core.prefix import find
-from jbatch.core.state import NO_PAGE, NO_PROGRAM, EngineState, Fairness, KVPages, Phase, SlotTable
+from jbatch.core.state import NO_PAGE, NO_PROGRAM, EngineState, KVPages, Phase
 
 Rank = tuple[jax.Array, jax.Array]
 """Level and score [R], int32."""
 
-OUTPUT_WEIGHT = 2
-"""Service that a generated token counts for; a token of the prompt counts for one (Sheng et al. 2024, section 5)."""
-
 _CLASS_BOUND = 2**29
-_MOST_SERVICE = 2**30  # so that sums of it and a step's do not overflow
 
 
 def rank(state: EngineState, config: EngineConfig) -> Rank:
     """Level and score of every slot under the policy in force; those of free slots mean nothing."""
-    branches = [_using(_POLICIES[name], config) for name in POLICIES]
+    branches = [lambda state, policy=_POLICIES[name]: policy(state, config) for name in POLICIES]
+    # Without the pages of keys and values, which a conditional might copy.
     return lax.switch(state.header.policy, branches, replace(state, kv=KVPages(k=(), v=())))
 
 
-def _using(policy: Callable[[EngineState, EngineConfig], Rank], config: EngineConfig) -> Callable[[EngineState], Rank]:
-    return lambda state: policy(state, config)
+def overdue(state: EngineState) -> jax.Array:
+    """Slots [R] that wait behind all others since their deadline has passed, under the policy that looks at it."""
+    left = state.slots.deadline - state.header.now
+    return (state.header.policy == POLICIES.index("edf")) & (left <= 0) & (state.slots.phase == Phase.WAITING)
 
 
 def _period(state: EngineState) -> jax.Array:
@@ -66,8 +66,7 @@ def _priority(state: EngineState, config: EngineConfig) -> Rank:
 
 def _edf(state: EngineState, config: EngineConfig) -> Rank:
     """The earliest deadline first; those who wait and have missed theirs come last."""
-    left = state.slots.deadline - state.header.now
-    return ((left <= 0) & (state.slots.phase == Phase.WAITING)).astype(jnp.int32), left
+    return overdue(state).astype(jnp.int32), state.slots.deadline - state.header.now
 
 
 def _shortest(state: EngineState, config: EngineConfig) -> Rank:
@@ -93,10 +92,11 @@ def _fair(state: EngineState, config: EngineConfig) -> Rank:
     """The tenant served least first: virtual token counters (Sheng et al. 2024, "Fairness in Serving LLMs").
 
     A request's score is its tenant's counter and the prompts of the same tenant that wait before it, as if each had
-    been charged for already. If the tenant of the lowest counter has nothing running it moreover takes a place from one
-    that has several, so a flood of requests does not keep another tenant waiting for one of them to end.
+    been charged for already. If the tenant of the lowest counter runs less than an equal share of the requests that
+    run, it moreover takes places from those that run more, so a flood of requests does not keep another tenant waiting
+    for one of them to end.
     """
-    slots, service = state.slots, state.fairness.tenant
+    slots, service = state.slots, state.accounts.tenant
     busy, running = slots.phase != Phase.FREE, slots.phase == Phase.RUNNING
     older = slots.arrival[None] < slots.arrival[:, None]
     before = jnp.where(running[None] == running[:, None], older, running[None])
@@ -106,7 +106,9 @@ def _fair(state: EngineState, config: EngineConfig) -> Rank:
 
     mine = service[slots.tenant]
     least = jnp.min(jnp.where(busy, mine, 2**31 - 1))
-    return -((place == 0) & (running | (mine == least))).astype(jnp.int32), mine + charged
+    active = jnp.sum(jnp.zeros(service.shape, bool).at[slots.tenant].max(busy), dtype=jnp.int32)
+    share = jnp.maximum(jnp.sum(running, dtype=jnp.int32) // jnp.maximum(active, 1), 1)
+    return -((place < share) & (running | (mine == least))).astype(jnp.int32), mine + charged
 
 
 def _program(state: EngineState, config: EngineConfig) -> Rank:
@@ -115,7 +117,9 @@ def _program(state: EngineState, config: EngineConfig) -> Rank:
     A request of no program counts by itself.
     """
     slots = state.slots
-    attained = jnp.where(slots.program == NO_PROGRAM, slots.reached, state.fairness.program[slots.program])
+    prompt = jnp.maximum(jnp.minimum(slots.reached, slots.prompt_len) - slots.cached, 0)
+    alone = prompt + OUTPUT_WEIGHT * (slots.length - slots.prompt_len)
+    attained = jnp.where(slots.program == NO_PROGRAM, alone, state.accounts.program[slots.program])
     return _period(state), 32 - lax.clz(attained)
 
 
@@ -128,23 +132,6 @@ _POLICIES: dict[Policy, Callable[[EngineState, EngineConfig], Rank]] = {
     "fair": _fair,
     "program": _program,
 }
-
-
-def charge(fairness: Fairness, slots: SlotTable, service: jax.Array, active: jax.Array) -> Fairness:
-    """Adds `service` [R] to the accounts of those it was done for; `active` [R] are the requests that go on.
-
-    Counters of tenants say how much more each has got than the active one that has got least. Who has got less than
-    that is lifted to it, so nobody saves up service by asking for none.
-    """
-    tenant = fairness.tenant.at[slots.tenant].add(service)
-    present = jnp.zeros(tenant.shape, bool).at[slots.tenant].max(active)
-    least = jnp.min(jnp.where(present, tenant, _MOST_SERVICE))
-    tenant = jnp.where(jnp.any(present), jnp.maximum(tenant - least, 0), tenant)
-    program = jnp.where(slots.program == NO_PROGRAM, fairness.program.shape[0], slots.program)
-    return Fairness(
-        tenant=jnp.minimum(tenant, _MOST_SERVICE),
-        program=jnp.minimum(fairness.program.at[program].add(service, mode="drop"), _MOST_SERVICE),
-    )
 
 
 def holding_order(state: EngineState, ranks: Rank) -> jax.Array:

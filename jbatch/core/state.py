@@ -122,11 +122,20 @@ class PrefixIndex:
 
 
 @struct.dataclass
-class Fairness:
-    """What has been done for whom, in tokens; a generated one counts `policies.OUTPUT_WEIGHT` times."""
+class Accounts:
+    """What has been done for whom, in tokens; a generated one counts `accounts.OUTPUT_WEIGHT` times."""
 
     tenant: jax.Array  # [MAX_TENANTS] int32, more than the active tenant served least has got
-    program: jax.Array  # [MAX_PROGRAMS] int32
+    program: jax.Array  # [MAX_PROGRAMS] int32, what the requests of the program have got in all
+
+
+@struct.dataclass
+class WholeBatch:
+    """The batch that runs to its end, for the ways of batching that have one; scalars, int32."""
+
+    entered: jax.Array  # requests that entered in the last step
+    size: jax.Array  # requests that have entered since nothing ran
+    limit: jax.Array  # most that may under "threshold", set as nothing ran
 
 
 @struct.dataclass
@@ -135,9 +144,6 @@ class Controller:
 
     running: jax.Array  # int32, most requests that may run, as far as latency targets go
     chunks: jax.Array  # int32, most chunk rows of a step
-    entered: jax.Array  # int32, requests that entered in the last step
-    batch: jax.Array  # int32, requests that have entered since nothing ran
-    batch_limit: jax.Array  # int32, most that may, set as nothing ran
     output_tokens: jax.Array  # float32, mean length of the outputs seen; 0 before the first
     decode_time: jax.Array  # [M] float32, of a step without chunks whose decode rows are at most 2**m; 0: unknown
     chunk_time: jax.Array  # float32, that a chunk row adds
@@ -152,7 +158,7 @@ class Controller:
 class Header:
     """What every inbox begins with: the controls in force, the time, and how long a step took; all int32.
 
-    Times are in milliseconds and wrap around after 49 days: only differences count.
+    Times are in milliseconds where nothing else is said, and wrap around after 49 days: only differences count.
     """
 
     policy: jax.Array  # index in POLICIES
@@ -165,7 +171,7 @@ class Header:
     max_pinned: jax.Array  # pages
     now: jax.Array
     aging_window: jax.Array  # when the running period of `aging` milliseconds began
-    step_time: jax.Array  # microseconds that the step read last took; 0: not known
+    step_us: jax.Array  # microseconds that the step read last took; 0: not known
     step_decodes: jax.Array  # its decode rows in use
     step_chunks: jax.Array  # its chunk rows in use
     queued: jax.Array  # requests that wait on the host
@@ -189,7 +195,8 @@ class EngineState:
     slots: SlotTable
     pool: PagePool
     index: PrefixIndex
-    fairness: Fairness
+    accounts: Accounts
+    batch: WholeBatch
     controller: Controller
     header: Header
     kv: KVPages
@@ -251,72 +258,67 @@ class Model:
 
 def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
     """An empty engine: every slot free, every page but the reserved one free."""
-    rows = config.max_slots
-
-    def ints(*shape: int, fill: int = 0) -> jax.Array:
-        return jnp.full(shape, fill, jnp.int32)
-
-    def floats(*shape: int) -> jax.Array:
-        return jnp.zeros(shape, jnp.float32)
-
-    slots = SlotTable(
-        phase=ints(rows),
-        prompt_len=ints(rows),
-        length=ints(rows),
-        computed=ints(rows),
-        limit=ints(rows),
-        priority=ints(rows),
-        arrival=ints(rows),
-        submitted=ints(rows),
-        deadline=ints(rows),
-        tenant=ints(rows),
-        program=ints(rows, fill=NO_PROGRAM),
-        pin=ints(rows),
-        temperature=floats(rows),
-        top_k=ints(rows),
-        top_p=floats(rows),
-        min_p=floats(rows),
-        seed=ints(rows),
-        stop_tokens=ints(rows, MAX_STOP_TOKENS, fill=NO_TOKEN),
-        wait_reason=ints(rows),
-        tokens=ints(rows, config.max_model_len),
-        page_table=ints(rows, config.pages_per_slot, fill=NO_PAGE),
-        salt=jnp.zeros((rows, 2), jnp.uint32),
-        digests=jnp.zeros((rows, config.pages_per_slot, 2), jnp.uint32),
-        preemptions=ints(rows),
-        reached=ints(rows),
-        cached=ints(rows),
-    )
     pages = config.num_pages
     pool = PagePool(
-        refs=ints(pages).at[RESERVED_PAGE].set(1),
+        refs=_ints(pages).at[RESERVED_PAGE].set(1),
         digest=jnp.zeros((pages, 2), jnp.uint32),
-        column=ints(pages),
-        last_used=ints(pages),
-        pinned_until=ints(pages),
+        column=_ints(pages),
+        last_used=_ints(pages),
+        pinned_until=_ints(pages),
         clock=jnp.int32(0),
     )
     # As many buckets as pages: then hardly ever more than four pages fall into one.
-    index = PrefixIndex(buckets=ints(1 << (pages - 1).bit_length(), 4, fill=NO_PAGE))
-    fairness = Fairness(tenant=ints(MAX_TENANTS), program=ints(MAX_PROGRAMS))
-    controller = Controller(
+    index = PrefixIndex(buckets=_ints(1 << (pages - 1).bit_length(), 4, fill=NO_PAGE))
+    return EngineState(
+        slots=_free_slots(config),
+        pool=pool,
+        index=index,
+        accounts=Accounts(tenant=_ints(MAX_TENANTS), program=_ints(MAX_PROGRAMS)),
+        batch=WholeBatch(entered=_ints(), size=_ints(), limit=_ints()),
+        controller=_fresh_controller(config),
+        header=Header(**{field.name: _ints(*header_shape(field.name)) for field in fields(Header)}),
+        kv=kv,
+    )
+
+
+def header_shape(name: str) -> tuple[int, ...]:
+    """Shape of a field of the header."""
+    return (NUM_CLASSES,) if name in ("slo_ttft", "slo_tpot") else ()
+
+
+def _ints(*shape: int, fill: int = 0) -> jax.Array:
+    return jnp.full(shape, fill, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
+def _free_slots(config: EngineConfig) -> SlotTable:
+    rows, other = config.max_slots, {"program": NO_PROGRAM}
+    floats = ("temperature", "top_p", "min_p")
+    wide = {
+        "stop_tokens": _ints(rows, MAX_STOP_TOKENS, fill=NO_TOKEN),
+        "tokens": _ints(rows, config.max_model_len),
+        "page_table": _ints(rows, config.pages_per_slot, fill=NO_PAGE),
+        "salt": jnp.zeros((rows, 2), jnp.uint32),
+        "digests": jnp.zeros((rows, config.pages_per_slot, 2), jnp.uint32),
+    }
+    names = [field.name for field in fields(SlotTable) if field.name not in wide]
+    columns = {name: _floats(rows) if name in floats else _ints(rows, fill=other.get(name, 0)) for name in names}
+    return SlotTable(**columns, **wide)
+
+
+def _fresh_controller(config: EngineConfig) -> Controller:
+    return Controller(
         running=jnp.int32(config.max_running),
         chunks=jnp.int32(config.max_chunks),
-        entered=jnp.int32(0),
-        batch=jnp.int32(0),
-        batch_limit=jnp.int32(0),
-        output_tokens=jnp.float32(0),
-        decode_time=floats(config.max_running.bit_length() + 1),
-        chunk_time=jnp.float32(0),
-        decode_rows=jnp.float32(0),
-        chunk_rows=jnp.float32(0),
-        arrivals=jnp.float32(0),
-        finishes=jnp.float32(0),
-        last=jnp.int32(0),
-    )
-    wide = ("slo_ttft", "slo_tpot")
-    scalars = {field.name: ints() for field in fields(Header) if field.name not in wide}
-    header = Header(**scalars, **{name: ints(NUM_CLASSES) for name in wide})
-    return EngineState(
-        slots=slots, pool=pool, index=index, fairness=fairness, controller=controller, header=header, kv=kv
+        output_tokens=_floats(),
+        decode_time=_floats(config.max_running.bit_length() + 1),
+        chunk_time=_floats(),
+        decode_rows=_floats(),
+        chunk_rows=_floats(),
+        arrivals=_floats(),
+        finishes=_floats(),
+        last=_ints(),
     )

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jbatch.config import Bucket, EngineConfig
-from jbatch.core.adaptive import learn_outputs, observe
+from jbatch.core.accounts import charge
+from jbatch.core.controller import learn_outputs, set_limits
+from jbatch.core.demand import demand
 from jbatch.core.inbox import admit
 from jbatch.core.outbox import StepResult, pack_outbox
 from jbatch.core.pages import pin, release
-from jbatch.core.policies import OUTPUT_WEIGHT, charge
 from jbatch.core.prefix import extend_digests, register
 from jbatch.core.sample import SamplingRows, sample
-from jbatch.core.schedule import demand, schedule
+from jbatch.core.schedule import schedule
 from jbatch.core.state import (
     NO_SLOT,
     NO_TOKEN,
@@ -64,7 +65,7 @@ def begin(
     state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
 ) -> tuple[EngineState, BatchPlan]:
     """Admission and scheduling: the first half of a step."""
-    return schedule(observe(admit(state, inbox, config), config), config, bucket)
+    return schedule(set_limits(admit(state, inbox, config), config), config, bucket)
 
 
 def commit(
@@ -87,10 +88,11 @@ def commit(
     rows = plan.decode_slot.shape[0], plan.chunk_slot.shape[0]
     most = rows[0] + rows[1] * (config.chunk_size // config.page_size + 1)
     state = register(state, plan.advance, most=most, page_size=config.page_size)
-    state = _settle_accounts(state, plan, sampled, finish)
     done = finish != Finish.NONE
-    until = jnp.where(done, slots.pin, 0)
-    pool = pin(state.pool, slots.page_table, until, state.header.now, state.header.max_pinned)
+    accounts = charge(state, plan, done)
+    controller = learn_outputs(state.controller, length - slots.prompt_len, done)
+    pin_ms = jnp.where(done, slots.pin, 0)
+    pool = pin(state.pool, slots.page_table, pin_ms, state.header.now, state.header.max_pinned)
     pool, page_table = release(pool, slots.page_table, done)
     computed = slots.computed + plan.advance
     slots = replace(
@@ -103,28 +105,11 @@ def commit(
         page_table=page_table,
     )
     slots = replace(slots, digests=extend_digests(slots, sampled, config.page_size))
-    state = replace(state, slots=slots, pool=replace(pool, clock=pool.clock + 1))
+    pool = replace(pool, clock=pool.clock + 1)
+    state = replace(state, slots=slots, pool=pool, accounts=accounts, controller=controller)
     recomputed = jnp.sum(jnp.clip(before.reached - before.computed, 0, plan.advance), dtype=jnp.int32)
     news = StepResult(token=token, logprob=logprob, finish=finish, recomputed=recomputed)
     return state, pack_outbox(state, plan, demand(state, plan, config), news)
-
-
-def _settle_accounts(state: EngineState, plan: BatchPlan, sampled: jax.Array, finish: jax.Array) -> EngineState:
-    """Charges tenants and programs for the step, and learns from the requests that end with it.
-
-    Tokens of a prompt count once, however often they are computed, and not at all where they were cached.
-    """
-    slots, done = state.slots, finish != Finish.NONE
-    end = jnp.minimum(slots.computed + plan.advance, slots.prompt_len)
-    prompt = jnp.maximum(end - jnp.maximum(slots.computed, slots.reached), 0)
-    service = jnp.where(plan.advance > 0, prompt, 0) + OUTPUT_WEIGHT * sampled.astype(jnp.int32)
-    active = (slots.phase != Phase.FREE) & ~done
-    generated = slots.length - slots.prompt_len + sampled.astype(jnp.int32)
-    return replace(
-        state,
-        fairness=charge(state.fairness, slots, service, active),
-        controller=learn_outputs(state.controller, generated, done),
-    )
 
 
 def make_batch(slots: SlotTable, plan: BatchPlan, config: EngineConfig) -> Batch:

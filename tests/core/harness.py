@@ -18,7 +18,7 @@ from checks import check_batch, check_outbox, check_plan, check_state
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import Controls
-from jbatch.core.inbox import InboxBuilder, Observed, Placement
+from jbatch.core.inbox import InboxBuilder, Measured, Placement
 from jbatch.core.outbox import OutboxView
 from jbatch.core.state import (
     NO_PROGRAM,
@@ -114,7 +114,7 @@ class Host:
         self.controls = controls or Controls()
         self.tick = tick  # seconds between steps
         self.now = 1000.0
-        self.observed = Observed()  # told with the next inbox
+        self.measured = Measured()  # told with the next inbox
         self.state = jax.tree.map(np.asarray, init_state(config, KVPages(k=(), v=())))
         self.live: dict[int, Shadow] = {}  # by slot: what the device holds
         self.queue: list[Shadow] = []
@@ -202,7 +202,9 @@ class Host:
         return hit
 
     def _fill_inbox(self) -> InboxBuilder:
-        inbox = InboxBuilder(self.config, self.controls, self.now, self.observed)
+        places = min(len(self.seen_free - set(self.cancels)), self.config.max_admissions)
+        queued = max(len(self.queue) - places, 0)
+        inbox = InboxBuilder(self.config, self.controls, self.now, self.measured._replace(queued=queued))
         for slot in self.cancels:
             inbox.cancel(slot, 0)
         self.queue.sort(key=lambda shadow: (shadow.key(self.controls, self.now, False) or (0,), shadow.id))

@@ -87,7 +87,8 @@ def rank(slot: Slot, slots: list[Slot], world: World) -> tuple[int, int]:
         case "prefix":  # nothing is cached here
             return period, 0
         case "program":
-            return period, world.program_service.get(slot.program, 0).bit_length()
+            alone = 2 * slot.length  # as if all of it had been generated
+            return period, world.program_service.get(slot.program, alone).bit_length()
         case "fair":
             return _fair(slot, slots, world)
 
@@ -98,7 +99,8 @@ def _fair(slot: Slot, slots: list[Slot], world: World) -> tuple[int, int]:
     mine = [other for other in slots if other.tenant == slot.tenant]
     mine.sort(key=lambda other: (other.phase != Phase.RUNNING, other.arrival))
     before = mine[: mine.index(slot)]
-    favoured = not before and (slot.phase == Phase.RUNNING or service[slot.tenant] == min(service.values()))
+    share = max(1, sum(other.phase == Phase.RUNNING for other in slots) // len(tenants))
+    favoured = len(before) < share and (slot.phase == Phase.RUNNING or service[slot.tenant] == min(service.values()))
     charged = sum(other.length for other in before if other.phase == Phase.WAITING)
     return -int(favoured), service[slot.tenant] + charged
 

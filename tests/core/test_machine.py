@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from jbatch.config import EngineConfig
 from jbatch.controls import BATCHINGS, POLICIES, Batching, Controls, Policy
-from jbatch.core.inbox import Observed
+from jbatch.core.inbox import Measured
 
 SCARCE = EngineConfig(
     max_model_len=40,
@@ -91,15 +91,13 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         batching=st.sampled_from(("continuous", "continuous", *BATCHINGS)),
         aging=st.sampled_from([0.5, 10.0]),
-        target=st.sampled_from([(), (), (20.0,), (80.0, 20.0)]),
+        tpot=st.sampled_from([(), (), (20.0,), (80.0, 20.0)]),
         seconds=st.sampled_from([0.0, 0.01, 0.03, 2.0]),
     )
-    def steer(
-        self, policy: Policy, batching: Batching, aging: float, target: tuple[float, ...], seconds: float
-    ) -> None:
+    def steer(self, policy: Policy, batching: Batching, aging: float, tpot: tuple[float, ...], seconds: float) -> None:
         sizes = {"batch_size": 3, "batch_delay": 0.3, "batch_threshold": 2}
-        self.host.controls = Controls(policy=policy, batching=batching, aging=aging, slo_tpot=target, **sizes)
-        self.host.observed = Observed(seconds, decodes=2, chunks=len(target))
+        self.host.controls = Controls(policy=policy, batching=batching, aging=aging, slo_tpot=tpot, **sizes)
+        self.host.measured = Measured(seconds, decodes=2, chunks=len(tpot))
 
     @rule(nth=st.integers(0, 10))
     def cancel(self, nth: int) -> None:

@@ -16,8 +16,9 @@ from reference_scheduler import Plan, Slot, World, pages_for, schedule_by_loops
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import BATCHINGS, POLICIES, Controls
+from jbatch.core.demand import demand
 from jbatch.core.inbox import InboxBuilder, admit
-from jbatch.core.schedule import demand, schedule
+from jbatch.core.schedule import schedule
 from jbatch.core.state import (
     NO_PAGE,
     NO_SLOT,
@@ -83,7 +84,7 @@ def states(draw: st.DrawFn) -> tuple[list[Slot], list[int]]:
                 submitted=NOW - draw(st.integers(0, 35)),
                 due=NOW + draw(st.integers(-2, 5)),
                 tenant=draw(st.integers(0, 2)),
-                program=draw(st.integers(0, 2)),
+                program=draw(st.integers(-1, 2)),
                 preempted=draw(st.booleans()),
             )
         )
@@ -128,8 +129,8 @@ def device_state(slots: list[Slot], held: list[int], world: World, seed: int) ->
         **{name: column(name) for name in names},
     )
     for account, service in (
-        (empty.fairness.tenant, world.tenant_service),
-        (empty.fairness.program, world.program_service),
+        (empty.accounts.tenant, world.tenant_service),
+        (empty.accounts.program, world.program_service),
     ):
         account[list(service)] = list(service.values())
     return empty.replace(slots=slots_now, pool=empty.pool.replace(refs=refs))

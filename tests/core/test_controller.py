@@ -10,7 +10,7 @@ from harness import Host
 
 from jbatch.config import EngineConfig
 from jbatch.controls import Controls
-from jbatch.core.inbox import Observed
+from jbatch.core.inbox import Measured
 from jbatch.core.state import Phase, Wait
 
 CONFIG = EngineConfig(
@@ -31,7 +31,7 @@ class Device:
         self.tpot: list[float] = []
         self.ttft: list[float] = []
 
-    def step(self) -> Observed:
+    def step(self) -> Measured:
         """Keeps so many requests under way, and times their tokens."""
         host = self.host
         for _ in range(self.clients - len(host.live) - len(host.queue)):
@@ -39,11 +39,11 @@ class Device:
         trace = host.step(seed=host.num_steps)
         decodes, chunks = np.count_nonzero(trace.plan.decode_slot >= 0), np.count_nonzero(trace.plan.chunk_slot >= 0)
         rows = 1 << (int(decodes) - 1).bit_length() if decodes else 0
-        host.observed = Observed(1e-3 * (5 + self.row_ms * rows + 4 * int(chunks)), int(decodes), int(chunks))
-        host.now = round(host.now + host.observed.seconds, 3)
+        host.measured = Measured(1e-3 * (5 + self.row_ms * rows + 4 * int(chunks)), int(decodes), int(chunks))
+        host.now = round(host.now + host.measured.seconds, 3)
         for slot in trace.outbox.news().tolist():
             self._token(int(trace.middle.arrival[slot]))
-        return host.observed
+        return host.measured
 
     def _token(self, id_: int) -> None:
         now = self.host.now
@@ -79,7 +79,7 @@ def test_a_slow_step_lowers_the_limit_only_for_a_while(outlier: float) -> None:
     before = int(device.host.state.controller.running)
     while device.step().chunks:
         pass
-    device.host.observed = device.host.observed._replace(seconds=outlier)
+    device.host.measured = device.host.measured._replace(seconds=outlier)
     for _ in range(300):
         device.step()
     assert int(device.host.state.controller.running) >= before - 2

@@ -1,9 +1,8 @@
-"""How large the batch may be: what latency targets allow, and what memory the running requests will still want.
+"""How large the batch may be, so that latency targets are kept.
 
-After "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching" (arXiv 2503.05248): a
-limit from latency, fed by measured step times, and one from memory, fed by the lengths of outputs. Here the limit from
-latency comes from a model of the step time instead of a search: what a step of so many decode rows takes, and what
-prompts add to it in the long run.
+After "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching" (arXiv 2503.05248),
+whose limit from memory is in `growth`. Here the limit from latency comes from a model of the step time instead of a
+search: what a step of so many decode rows takes, and what prompts add to it in the long run.
 """
 
 from __future__ import annotations
@@ -14,22 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from jbatch.config import EngineConfig
-from jbatch.core.pages import pages_for
 from jbatch.core.state import Controller, EngineState, Header, Phase
 
 RATE_SECONDS = 10.0
 """Time over which rates are averaged."""
 
-_MOMENTS = 16
 _NEVER = 1e9
 _MARGIN = 0.95  # of the target that is aimed at
 _FIRST_LIMIT = 8  # requests that run as long as no step time is known
-_STEEPEST, _FLATTEST = 1.4, 1.5  # by how much twice the rows are thought to take longer, upwards and downwards
+_UPWARDS, _DOWNWARDS = 1.4, 1.5  # how many times longer twice the rows are thought to take, where one is known
 _OUTLIER = 1.5  # times what was expected: no step counts for more than that
 _FADING = 1 / 4096  # of what is known of more rows than run, each step
 
 
-def observe(state: EngineState, config: EngineConfig) -> EngineState:
+def set_limits(state: EngineState, config: EngineConfig) -> EngineState:
     """Takes in what the header tells of the past, and sets the limits for this step."""
     header = state.header
     controller = _learn_rates(_learn_times(state.controller, header), header)
@@ -45,41 +42,12 @@ def observe(state: EngineState, config: EngineConfig) -> EngineState:
     spare = 2 * target - decode_time[_notch(jnp.maximum(running, 1))]
     chunks = jnp.where(targeted, spare / jnp.maximum(controller.chunk_time, 1e-3), _NEVER)
     chunks = jnp.where(_first_token_in_danger(state, controller), float(config.max_chunks), chunks)
-    most = config.largest_bucket.chunks
     controller = replace(
         controller,
         running=fitting.astype(jnp.int32),
-        chunks=jnp.clip(chunks, 1, most).astype(jnp.int32),
+        chunks=jnp.clip(chunks, 1, config.max_chunks).astype(jnp.int32),
     )
     return replace(state, controller=controller)
-
-
-def expected_output(state: EngineState, config: EngineConfig) -> jax.Array:
-    """Tokens [R] that each slot is still expected to generate, a page at least."""
-    slots, mean = state.slots, state.controller.output_tokens
-    generated = _float(slots.length - slots.prompt_len)
-    # One that has gone on for longer than most is given another quarter of the mean.
-    left = jnp.minimum(jnp.maximum(mean - generated, mean / 4), _float(slots.limit - slots.length))
-    return jnp.maximum(left.astype(jnp.int32), config.page_size)
-
-
-def growth(length: jax.Array, left: jax.Array, busy: jax.Array, page_size: int) -> jax.Array:
-    """Pages [R] that the slots before each one will want at most besides those of their known tokens.
-
-    Looks at a few moments until the last of them ends: those that go on have grown by then, the others have given their
-    pages back. (Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", looks at each end.)
-
-    Args:
-      length, left: [R] tokens known and tokens expected to come, in the order in which slots hold pages.
-      busy: [R] bool, the slots that count.
-    """
-    steps = jnp.arange(_MOMENTS + 1, dtype=jnp.int32)[:, None]
-    moment = (jnp.max(jnp.where(busy, left, 0)) * steps + _MOMENTS - 1) // _MOMENTS
-    now = pages_for(length, page_size)
-    then = pages_for(length + jnp.minimum(left, moment[1:]), page_size)
-    change = jnp.where(busy, jnp.where(left > moment[:-1], then - now, -now), 0)
-    total = jnp.cumsum(change, axis=1) - change
-    return jnp.maximum(jnp.max(total, axis=0), 0)
 
 
 def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array) -> Controller:
@@ -100,9 +68,9 @@ def _learn_times(controller: Controller, header: Header) -> Controller:
     decodes, chunks = _float(header.step_decodes), _float(header.step_chunks)
     notch = _notch(jnp.maximum(header.step_decodes, 1))
     known, any_known = controller.decode_time[notch], jnp.any(controller.decode_time > 0)
-    measured = (header.step_time > 0) & (header.step_decodes > 0)
+    measured = (header.step_us > 0) & (header.step_decodes > 0)
     alone = measured & (header.step_chunks == 0)
-    time = _float(header.step_time) / 1e3
+    time = _float(header.step_us) / 1e3
     foreseen = (known > 0) & (alone | (controller.chunk_time > 0))
     time = jnp.where(foreseen, jnp.minimum(time, _OUTLIER * (known + chunks * controller.chunk_time)), time)
 
@@ -148,9 +116,9 @@ def _filled(times: jax.Array) -> jax.Array:
     """`times` [M] with guesses where nothing is known: from fewer rows, or else from more."""
     known = [times[i] for i in range(times.shape[0])]
     for i in range(len(known) - 2, -1, -1):
-        known[i] = jnp.where(known[i] > 0, known[i], known[i + 1] / _FLATTEST)
+        known[i] = jnp.where(known[i] > 0, known[i], known[i + 1] / _DOWNWARDS)
     for i in range(1, len(known)):
-        known[i] = jnp.where(times[i] > 0, times[i], jnp.maximum(known[i], known[i - 1] * _STEEPEST))
+        known[i] = jnp.where(times[i] > 0, times[i], jnp.maximum(known[i], known[i - 1] * _UPWARDS))
     first = jnp.where(1 << jnp.arange(len(known)) <= _FIRST_LIMIT, 0.0, _NEVER)
     return jnp.where(jnp.any(times > 0), jnp.stack(known), first)
 
