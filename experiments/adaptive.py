@@ -7,16 +7,15 @@ curve of the fixed limits and the points that the targets lead to.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.load import chat_prompts, closed_loop, make_requests
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.controls import Controls
 from jbatch.engine import Engine
@@ -50,10 +49,10 @@ def main(settings: Settings) -> None:
     """Runs every limit and every target, and writes the results."""
     if settings.quick:
         settings = replace(settings, limits=(8, 32), targets=(60.0,), clients=40, requests=60, output_tokens=24)
-    loaded = load_model(settings.model, report=_say)
+    loaded = load_model(settings.model, report=say)
     requests = make_requests(chat_prompts(loaded.tokenizer, settings.requests), settings.output_tokens)
     config = EngineConfig(prefix_caching=False, max_running=settings.limits[-1])
-    with Engine(loaded.for_engine(), config, _say) as engine:
+    with Engine(loaded.for_engine(), config, say) as engine:
         engine.warm_up()
         fixed = [
             {"limit": limit, **measure(engine, requests, settings, Controls(running_limit=limit))}
@@ -108,13 +107,12 @@ def _rounded(row: dict[str, Any]) -> dict[str, str]:
 
 def plot(fixed: list[dict[str, float]], adaptive: list[dict[str, float]], path: Path) -> None:
     """Throughput over time per output token."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     def points(rows: list[dict[str, float]]) -> tuple[list[float], list[float]]:
         return [row["tpot mean ms"] for row in rows], [row["output tokens/s"] for row in rows]
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(*points(fixed), "o-", color="tab:gray", label="fixed limit of running requests")
     for row in fixed:
         at = row["tpot mean ms"], row["output tokens/s"]
@@ -126,13 +124,7 @@ def plot(fixed: list[dict[str, float]], adaptive: list[dict[str, float]], path: 
     axes.set(xlabel="mean time per output token, ms", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    save_plot(figure, path)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ fairness.png.
 
 from __future__ import annotations
 
-import sys
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
-from experiments.load import Timeline, open_loop, percentile, pieces
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.load import Timeline, greedy, open_loop, output_lengths, percentile, pieces
+from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.controls import Controls, Policy
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
-from jbatch.request import Output, Request, SamplingParams
+from jbatch.request import Output, Request
 
 CLAIM = 2.0
 """How many times longer than alone the quiet tenant's first token may take at the 99th percentile under "fair"."""
@@ -62,11 +62,11 @@ def main(settings: Settings) -> None:
     """Runs alone and under every policy, and writes the results."""
     if settings.quick:
         settings = replace(settings, requests=16, rate=1.5)
-    loaded = load_model(settings.model, report=_say)
+    loaded = load_model(settings.model, report=say)
     texts = pieces(loaded.tokenizer)
     config = EngineConfig(prefix_caching=False, max_running=settings.running, max_slots=64)
     runs: dict[str, list[Timeline]] = {}
-    with Engine(loaded.for_engine(), config, _say) as engine:
+    with Engine(loaded.for_engine(), config, say) as engine:
         engine.warm_up()
         runs["alone"] = open_loop(engine, quiet(settings, texts), "alone")
         for policy in settings.policies:
@@ -84,28 +84,24 @@ def quiet(settings: Settings, texts: Iterator[tuple[int, ...]]) -> list[tuple[fl
     """The quiet tenant's requests at exponential intervals; the same times in every run, other texts each time."""
     rng = np.random.default_rng(1)
     times = np.cumsum(rng.exponential(1 / settings.rate, settings.requests))
-    lengths = rng.integers(settings.output_tokens // 2, settings.output_tokens * 3 // 2, settings.requests)
+    lengths = output_lengths(settings.output_tokens, settings.requests)
     return [
-        (float(at), _request(next(texts)[: settings.prompt_tokens], int(length), "quiet"))
+        (float(at), greedy(next(texts)[: settings.prompt_tokens], length, "quiet"))
         for at, length in zip(times, lengths, strict=True)
     ]
-
-
-def _request(prompt: tuple[int, ...], output_tokens: int, tenant: str) -> Request:
-    return Request(prompt, SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True), tenant=tenant)
 
 
 @contextmanager
 def flood(engine: Engine, settings: Settings, texts: Iterator[tuple[int, ...]]) -> Iterator[None]:
     """Keeps `settings.flood` requests of another tenant under way, until the block ends."""
-    rng, lock = np.random.default_rng(2), threading.Lock()
-    prompts = [next(texts)[: settings.flood_prompt_tokens] for _ in range(256)]
+    lock = threading.Lock()
+    lengths = itertools.cycle(output_lengths(settings.output_tokens, 256, seed=2))
+    prompts = itertools.cycle([next(texts)[: settings.flood_prompt_tokens] for _ in range(256)])
     live: set[int] = set()
     over = threading.Event()
 
     def send() -> None:
-        length = int(rng.integers(settings.output_tokens // 2, settings.output_tokens * 3 // 2))
-        live.add(engine.submit(_request(prompts[int(rng.integers(256))], length, "flood"), hear))
+        live.add(engine.submit(greedy(next(prompts), next(lengths), "flood"), hear))
 
     def hear(news: list[Output]) -> None:
         with lock:
@@ -150,23 +146,15 @@ def _rounded(row: dict[str, Any]) -> dict[str, str]:
 
 def plot(runs: dict[str, list[Timeline]], path: Path) -> None:
     """The share of requests whose first token had come, over time."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, lines in runs.items():
         axes.ecdf([line.ttft for line in lines], label=name)
     axes.set(title="The quiet tenant", xlabel="time to the first token, seconds", ylabel="share of requests")
     axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    save_plot(figure, path)
 
 
 if __name__ == "__main__":

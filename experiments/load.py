@@ -1,4 +1,4 @@
-"""Closed-loop load on an engine: so many clients, each sends its next request when the last one has ended."""
+"""Load on an engine: real prompts and arrivals; closed loops, in which clients wait for answers, and open ones."""
 
 from __future__ import annotations
 
@@ -57,13 +57,21 @@ def chat_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     return [tuple(tokenizer.encode(tokenizer.apply_chat_template(chat))) for chat in chats]
 
 
+def greedy(prompt: tuple[int, ...], output_tokens: int, tenant: str = "") -> Request:
+    """A greedy request that generates just so many tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    return Request(prompt, sampling, tenant=tenant)
+
+
+def output_lengths(mean: int, count: int, seed: int = 0) -> list[int]:
+    """`count` numbers of tokens, uniform from half of `mean` to one and a half times as many."""
+    return np.random.default_rng(seed).integers(mean // 2, mean * 3 // 2, count, endpoint=True).tolist()
+
+
 def make_requests(prompts: list[tuple[int, ...]], output_tokens: int) -> list[Request]:
-    """Greedy requests that do not stop by themselves; numbers of tokens are uniform around the mean, seeded."""
-    lengths = np.random.default_rng(0).integers(output_tokens // 2, output_tokens * 3 // 2, len(prompts), endpoint=True)
-    return [
-        Request(prompt, SamplingParams(temperature=0, max_tokens=int(length), ignore_eos=True))
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
+    """Greedy requests that generate `output_tokens` on average."""
+    lengths = output_lengths(output_tokens, len(prompts))
+    return [greedy(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
 
 
 @dataclass

@@ -7,22 +7,21 @@ tells throughput. Writes modes.json and modes.png.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from experiments.load import azure_conversations, open_loop, percentile, pieces
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.load import azure_conversations, greedy, open_loop, percentile, pieces
+from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.controls import Batching, Controls
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
-from jbatch.request import Request, SamplingParams
+from jbatch.request import Request
 
 CLAIM = 2.0
 """Throughput of continuous batching over static batches, at least."""
@@ -56,11 +55,11 @@ def main(settings: Settings) -> None:
     """Runs every way of batching and writes the results."""
     if settings.quick:
         settings = replace(settings, requests=48, rate=20.0, running=16, longest_prompt=64, longest_output=96)
-    loaded = load_model(settings.model, report=_say)
+    loaded = load_model(settings.model, report=say)
     sends = make_sends(settings, pieces(loaded.tokenizer))
     rows = []
     config = EngineConfig(prefix_caching=False, max_running=settings.running)
-    with Engine(loaded.for_engine(), config, _say) as engine:
+    with Engine(loaded.for_engine(), config, say) as engine:
         engine.warm_up()
         for batching in settings.batchings:
             rows.append(measure(engine, sends, batching))
@@ -79,11 +78,9 @@ def make_sends(settings: Settings, texts: Iterator[tuple[int, ...]]) -> list[tup
     return [
         (
             arrival.seconds * pace,
-            Request(
+            greedy(
                 next(texts)[: min(arrival.prompt_tokens, settings.longest_prompt)],
-                SamplingParams(
-                    temperature=0, max_tokens=min(arrival.output_tokens, settings.longest_output), ignore_eos=True
-                ),
+                min(arrival.output_tokens, settings.longest_output),
             ),
         )
         for arrival in arrivals
@@ -125,10 +122,8 @@ def _rounded(row: dict[str, Any]) -> dict[str, str]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Throughput and time to the first token of each way of batching."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     names = [row["batching"] for row in rows][::-1]
     bars = left.barh(names, [row["output tokens/s"] for row in rows][::-1])
     left.bar_label(bars, fmt="%.0f", padding=3)
@@ -139,13 +134,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     right.legend()
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    save_plot(figure, path)
 
 
 if __name__ == "__main__":

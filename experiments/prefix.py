@@ -7,7 +7,6 @@ endings are cut from real questions, a new place each time. Writes prefix.json.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,12 +16,12 @@ from statistics import median
 
 from tqdm import tqdm
 
-from experiments.load import pieces
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.load import greedy, pieces
+from experiments.report import RESULTS, run, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
-from jbatch.request import Output, Request, SamplingParams
+from jbatch.request import Output, Request
 
 CLAIM = 4.0
 """How many times sooner the first token comes with a cached prefix, at least."""
@@ -59,14 +58,14 @@ class FanOut:
 
 def main(settings: Settings) -> None:
     """Runs both parts and writes the results."""
-    loaded = load_model(settings.model, report=_say)
+    loaded = load_model(settings.model, report=say)
     texts = pieces(loaded.tokenizer)
     model, config = loaded.for_engine(), EngineConfig()
-    with Engine(model, config, _say) as engine:
+    with Engine(model, config, say) as engine:
         engine.warm_up()
         cold, warm = first_tokens(engine, settings, texts)
         cached = fan_out(engine, settings, texts)
-    with Engine(model, replace(config, prefix_caching=False), _say) as engine:
+    with Engine(model, replace(config, prefix_caching=False), say) as engine:
         engine.warm_up()
         plain = fan_out(engine, settings, texts)
     report(settings, cold, warm, cached, plain)
@@ -76,8 +75,7 @@ def requests_over(
     prefix: tuple[int, ...], texts: Iterator[tuple[int, ...]], count: int, settings: Settings, output_tokens: int
 ) -> list[Request]:
     """`count` greedy requests that begin with `prefix` and end each in its own way."""
-    sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-    return [Request((*prefix, *next(texts)[: settings.tail_tokens]), sampling) for _ in range(count)]
+    return [greedy((*prefix, *next(texts)[: settings.tail_tokens]), output_tokens) for _ in range(count)]
 
 
 def first_tokens(
@@ -137,10 +135,6 @@ def report(settings: Settings, cold: list[float], warm: list[float], cached: Fan
             "fan_out": {"cached": vars(cached), "plain": vars(plain)},
         },
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

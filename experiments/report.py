@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
+from matplotlib.figure import Figure
 
 from jbatch.config import UserError
 
@@ -44,6 +45,17 @@ def run(main: Callable[[T], None], settings: type[T], description: str | None) -
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def say(line: str) -> None:
+    """A line on the way, beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def save_plot(figure: Figure, path: Path) -> None:
+    """Writes a figure as an image; creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
 
 
 def settings_of(settings: Any) -> dict[str, Any]:

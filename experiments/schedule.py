@@ -8,7 +8,6 @@ in a larger engine whose pages are all in use or cached, so that each step has t
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.load import chat_prompts
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.report import RESULTS, run, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
 from jbatch.controls import POLICIES, Controls, Policy
 from jbatch.core.inbox import InboxBuilder, Placement
@@ -61,7 +60,7 @@ class Settings:
 
 def main(settings: Settings) -> None:
     """Times both steps in turns and writes the medians."""
-    loaded = load_model(settings.model, report=lambda line: print(line, file=sys.stderr))
+    loaded = load_model(settings.model, report=say)
     config = replace(EngineConfig(), max_running=settings.running, max_slots=2 * settings.running)
     prompts = [
         (prompt * settings.context)[: settings.context] for prompt in chat_prompts(loaded.tokenizer, settings.running)

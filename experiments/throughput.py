@@ -7,7 +7,6 @@ every level. Throughput counts while every client is busy. Writes throughput.jso
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.load import LoadResult, chat_prompts, closed_loop, make_requests
-from experiments.report import RESULTS, run, settings_of, table, write_json
+from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.engine import Engine
 from jbatch.models.llama import LlamaConfig
@@ -54,10 +53,10 @@ def main(settings: Settings) -> None:
     """Runs every level and writes the results."""
     if settings.quick:
         settings = replace(settings, concurrency=(1, 8, 32), requests=80, output_tokens=16)
-    loaded = load_model(settings.model, report=_say)
+    loaded = load_model(settings.model, report=say)
     requests = make_requests(chat_prompts(loaded.tokenizer, settings.requests), settings.output_tokens)
     config = EngineConfig(prefix_caching=False)  # every level sends the same prompts
-    with Engine(loaded.for_engine(), config, _say) as engine:
+    with Engine(loaded.for_engine(), config, say) as engine:
         engine.warm_up()
         results = [closed_loop(engine, requests, level) for level in settings.concurrency]
     peak = matmul_peak()
@@ -126,11 +125,9 @@ def _rounded(row: dict[str, Any]) -> dict[str, str]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Throughput against the claim, and latency, over concurrency."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     levels = [row["concurrency"] for row in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot(levels, [row["output tokens/s"] for row in rows], "o-", label="measured")
     serial = rows[0]["output tokens/s"]
     left.axhline(CLAIM * serial, color="tab:gray", linestyle="--", label=f"{CLAIM:.0f} x serial")
@@ -148,13 +145,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    save_plot(figure, path)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class Controls:
       batch_threshold: waiting requests above which threshold batching makes a batch.
       slo_ttft: target for the time to the first token in milliseconds, for priority classes 0, 1, 2 and above; the last
         one given holds for the rest. While it is in danger, prompts get all the rows there are.
-      slo_tpot: target for the mean time per output token in milliseconds, given like slo_ttft. As few requests run as
-        that takes.
+      slo_tpot: target for the mean time per output token in milliseconds, given like slo_ttft. No more requests run
+        than keep it.
       pinned_share: share of the pages that may be kept for requests which asked for it with pin_seconds.
     """
 

@@ -12,7 +12,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from jbatch.config import UserError
 from jbatch.controls import Controls
-from jbatch.engine import Engine
 from jbatch.serve.errors import ApiError
 from jbatch.serve.service import Service
 
@@ -23,8 +22,8 @@ router = APIRouter()
 
 @router.get("/admin/controls")
 async def controls(http: Request) -> dict[str, Any]:
-    """The controls, and beside them `max_running`, which is fixed."""
-    return _told(Service.of(http).engine)
+    """The controls in force."""
+    return asdict(Service.of(http).engine.controls)
 
 
 @router.patch("/admin/controls")
@@ -35,7 +34,7 @@ async def change_controls(http: Request, body: dict[str, Any]) -> dict[str, Any]
         engine.set_controls(_changed(engine.controls, body))
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    return _told(engine)
+    return asdict(engine.controls)
 
 
 def _changed(now: Controls, changes: dict[str, Any]) -> Controls:
@@ -48,7 +47,3 @@ def _changed(now: Controls, changes: dict[str, Any]) -> Controls:
         return _CONTROLS.validate_json(json.dumps({**fields, **changes}, ensure_ascii=False), strict=True)
     except ValidationError as error:
         raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
-
-
-def _told(engine: Engine) -> dict[str, Any]:
-    return {**asdict(engine.controls), "max_running": engine.config.max_running}

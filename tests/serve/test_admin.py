@@ -23,7 +23,7 @@ def changeable(live) -> Iterator:
 def test_controls_change_while_requests_run(changeable):
     live = changeable
     before = httpx.get(live.base + CONTROLS).json()
-    assert before["policy"] == "priority" and before["slo_ttft"] == [] and before["max_running"] == 8
+    assert before["policy"] == "priority" and before["slo_ttft"] == []
     endless = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", live.base + "/v1/completions", json=endless) as stream:
         lines = stream.iter_lines()  # dropped, it would close the connection
