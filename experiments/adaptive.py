@@ -29,13 +29,13 @@ class Settings:
 
     model: str = DEFAULT_MODEL
     """Name, path or hub id of the model."""
-    limits: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
+    limits: tuple[int, ...] = (8, 16, 24, 32)
     """Fixed limits of running requests; the last one is all that the engine runs."""
-    targets: tuple[float, ...] = (50.0, 75.0, 110.0)
+    targets: tuple[float, ...] = (45.0, 60.0, 75.0)
     """Targets for the mean time per output token, in milliseconds."""
-    clients: int = 80
+    clients: int = 48
     """Requests under way at any time, more than run."""
-    requests: int = 160
+    requests: int = 96
     """Requests of each run."""
     output_tokens: int = 64
     """Tokens a request generates on average, from half to one and a half times as many."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -22,7 +23,8 @@ from jbatch.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 PROMPTS = DATA / "prompts.jsonl"
-CONVERSATIONS = DATA / "azure_conversation.csv"
+
+Workload = Literal["conversation", "code"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Arrival:
     output_tokens: int
 
 
-def azure_conversations(count: int) -> list[Arrival]:
-    """The first `count` requests of a conversation service (Azure LLM inference trace 2023, CC-BY-4.0)."""
-    with CONVERSATIONS.open(encoding="utf-8", newline="") as file:
+def azure_arrivals(workload: Workload, count: int) -> list[Arrival]:
+    """The first `count` requests, at most 512, of a service (Azure LLM inference trace 2023, CC-BY-4.0)."""
+    with (DATA / f"azure_{workload}.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))[:count]
     return [Arrival(float(r["seconds"]), int(r["prompt_tokens"]), int(r["output_tokens"])) for r in rows]
 

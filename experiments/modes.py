@@ -1,8 +1,8 @@
 """How much does continuous batching gain over batches that run to their end?
 
 Sends the same requests at the same times to one engine under each way of batching: arrivals, prompt lengths and output
-lengths of a real conversation service, faster than any of them can serve, so that the time until the last one ends
-tells throughput. Writes modes.json and modes.png.
+lengths of a real service, faster than any of them can serve, so that the time until the last one ends tells throughput.
+Writes modes-WORKLOAD.json and modes-WORKLOAD.png.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.load import azure_conversations, greedy, open_loop, percentile, pieces
+from experiments.load import Workload, azure_arrivals, greedy, open_loop, percentile, pieces
 from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.controls import Batching, Controls
@@ -33,18 +33,20 @@ class Settings:
 
     model: str = DEFAULT_MODEL
     """Name, path or hub id of the model."""
-    requests: int = 96
-    """Requests sent."""
-    rate: float = 4.0
+    workload: Workload = "code"
+    """Whose arrivals and lengths: of a code assistant (short answers, few long ones) or of a chat service."""
+    requests: int = 320
+    """Requests sent, at most 512."""
+    rate: float = 8.0
     """Arrivals a second, on average."""
     running: int = 32
     """Most requests in a batch."""
-    longest_prompt: int = 256
+    longest_prompt: int = 128
     """Longer prompts are cut to so many tokens."""
     longest_output: int = 512
     """Longer outputs are cut to so many tokens."""
-    batchings: tuple[Batching, ...] = ("continuous", "static", "dynamic", "threshold")
-    """Ways of batching to compare; serial takes several times as long."""
+    batchings: tuple[Batching, ...] = ("continuous", "static")
+    """Ways of batching to compare, of continuous, static, dynamic, threshold and serial."""
     quick: bool = False
     """A short look: fewer and shorter requests."""
     out: Path = RESULTS
@@ -65,15 +67,16 @@ def main(settings: Settings) -> None:
             rows.append(measure(engine, sends, batching))
             print(table([_rounded(rows[-1])]), flush=True)
     result = {"settings": settings_of(settings), "modes": rows}
-    write_json(settings.out / "modes.json", result)
-    plot(rows, settings.out / "modes.png")
+    name = f"modes-{settings.workload}"
+    write_json(settings.out / f"{name}.json", result)
+    plot(rows, settings.out / f"{name}.png")
     print(table([_rounded(row) for row in rows]))
-    print(f"\n{verdict(rows)}\nwritten: {settings.out / 'modes.json'}, {settings.out / 'modes.png'}")
+    print(f"\n{verdict(rows)}\nwritten: {settings.out / name}.json, .png")
 
 
 def make_sends(settings: Settings, texts: Iterator[tuple[int, ...]]) -> list[tuple[float, Request]]:
     """When to send what: greedy requests that do not stop by themselves."""
-    arrivals = azure_conversations(settings.requests)
+    arrivals = azure_arrivals(settings.workload, settings.requests)
     pace = settings.requests / settings.rate / arrivals[-1].seconds
     return [
         (

@@ -136,7 +136,7 @@ def device_state(slots: list[Slot], held: list[int], world: World, seed: int) ->
     return empty.replace(slots=slots_now, pool=empty.pool.replace(refs=refs))
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=900)
 @given(states(), worlds(), st.sampled_from(BUCKETS), st.integers(0, 5))
 def test_schedule_and_demand_equal_plain_loops(
     state: tuple[list[Slot], list[int]], world: World, bucket: Bucket, seed: int
