@@ -37,12 +37,12 @@ class Settings:
     """Whose arrivals and lengths: of a code assistant (short answers, few long ones) or of a chat service."""
     requests: int = 320
     """Requests sent, at most 512."""
-    rate: float = 8.0
+    rate: float = 16.0
     """Arrivals a second, on average."""
     running: int = 32
     """Most requests in a batch."""
-    longest_prompt: int = 128
-    """Longer prompts are cut to so many tokens."""
+    longest_prompt: int = 32
+    """Longer prompts are cut to so many tokens: what is left of one that begins with a cached prefix, say."""
     longest_output: int = 512
     """Longer outputs are cut to so many tokens."""
     batchings: tuple[Batching, ...] = ("continuous", "static")
