@@ -36,7 +36,9 @@ def set_limits(state: EngineState, config: EngineConfig) -> EngineState:
     rows = jnp.arange(1, config.max_running + 1, dtype=jnp.int32)
     share = controller.chunk_rows / jnp.maximum(controller.decode_rows, 1.0)
     mean = decode_time[_notch(rows)] + controller.chunk_time * share * _float(rows)
-    fitting = jnp.max(jnp.where((mean <= target) | ~targeted, rows, 1))
+    # Not the most that fit: one row more than a power of two costs as much as twice as many.
+    rate = jnp.where(mean <= target, _float(rows) / jnp.maximum(mean, 1e-3), 0.0)
+    fitting = jnp.where(targeted, 1 + jnp.argmax(rate, axis=0), config.max_running)
 
     running = jnp.sum(state.slots.phase == Phase.RUNNING, dtype=jnp.int32)
     spare = 2 * target - decode_time[_notch(jnp.maximum(running, 1))]
