@@ -94,8 +94,8 @@ def measure_alone(settings: Settings) -> dict[str, float]:
     """Median seconds of a step without a model in the larger engine, for each policy."""
     rows = settings.slots
     config = replace(EngineConfig(), max_running=rows, max_slots=rows, num_pages=settings.pages)
-    # Two pages less than an equal share each: soon every new page is one that must be evicted.
-    length = max(1, settings.pages // rows - 2) * config.page_size
+    # They grow until all pages are taken; the second half of the steps is timed.
+    length = max(1, settings.pages // rows // 2) * config.page_size
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 49152, length).tolist()) for _ in range(rows)]
     bare = jax.jit(partial(_schedule_only, config=config, bucket=Bucket(rows, 0)), donate_argnums=0)
@@ -104,9 +104,9 @@ def measure_alone(settings: Settings) -> dict[str, float]:
         state = _prefilled(config, KVPages(k=(), v=()), prompts)
         nothing = jnp.asarray(InboxBuilder(config, Controls(policy=policy)).buffer)
         seconds: list[float] = []
-        for _ in range(10 * settings.repeats):
+        for _ in range(2 * length):
             state = _timed(bare, state, nothing, seconds)
-        medians[policy] = median(seconds[1:])
+        medians[policy] = median(seconds[len(seconds) // 2 :])
     return medians
 
 
