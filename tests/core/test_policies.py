@@ -129,7 +129,7 @@ def test_no_later_deadline_enters_while_an_earlier_one_waits(requests: list[tupl
     for wait, length, deadline in requests:
         for _ in range(wait):
             _check_deadlines(host, due)
-        due[host.submit(prompt(length), 6, deadline=round(deadline, 3))] = host.now + round(deadline, 3)
+        due[host.submit(prompt(length), 6, deadline=round(deadline, 3))] = round(host.now + round(deadline, 3), 3)
     while host.busy:
         _check_deadlines(host, due)
 
