@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 
@@ -15,6 +17,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")  # an accidental float6
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Programs that several tests compile are compiled once a run, and none comes from the user's cache."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Each compiled program takes a thousand memory mappings on a CPU, and Linux gives a process 65,530 of them."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
