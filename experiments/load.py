@@ -122,14 +122,12 @@ class LoadResult:
     @property
     def computed_tokens(self) -> int:
         """Tokens that went through the model while every client was busy, prompt and output."""
-        return sum(
-            getattr(self.after, name) - getattr(self.before, name) for name in ("decode_tokens", "prefill_tokens")
-        )
+        return computed_tokens(self.before, self.after)
 
     @property
     def padding_share(self) -> float:
         """Share of computed rows that held no token."""
-        return 1 - self.computed_tokens / (self.after.computed_rows - self.before.computed_rows)
+        return padding_share(self.before, self.after)
 
     def percentile(self, name: str, q: float) -> float:
         """The q-th percentile of "ttft" or "tpot" over the requests, in seconds."""
@@ -156,16 +154,21 @@ def closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -
     with tqdm(total=len(requests), desc=f"concurrency {concurrency:2d}", unit="req") as bar:
         while finished < len(requests):
             at, news = inbox.get()
-            for output in news:
-                if output.token is not None:
-                    timelines[output.request_id].tokens.append(at)
-                if output.finish_reason is not None:
-                    finished += 1
-                    bar.update()
-                    if len(timelines) < len(requests):
-                        submit()
-                        after, drained = engine.snapshot(), at
+            ended = _hear(at, news, timelines)
+            finished += ended
+            bar.update(ended)
+            for _ in range(min(ended, len(requests) - len(timelines))):
+                submit()
+                after, drained = engine.snapshot(), at
     return LoadResult(concurrency, begun, drained, list(timelines.values()), before, after)
+
+
+def _hear(at: float, news: list[Output], timelines: dict[int, Timeline]) -> int:
+    """Notes when tokens came; returns how many requests ended."""
+    for output in news:
+        if output.token is not None:
+            timelines[output.request_id].tokens.append(at)
+    return sum(output.finish_reason is not None for output in news)
 
 
 def open_loop(engine: Engine, sends: Sequence[tuple[float, Request]], label: str) -> list[Timeline]:
@@ -189,15 +192,22 @@ def open_loop(engine: Engine, sends: Sequence[tuple[float, Request]], label: str
                 at, news = inbox.get(timeout=None if left is None else max(left, 0.0))
             except Empty:
                 continue
-            for output in news:
-                if output.token is not None:
-                    timelines[output.request_id].tokens.append(at)
-                if output.finish_reason is not None:
-                    finished += 1
-                    bar.update()
+            ended = _hear(at, news, timelines)
+            finished += ended
+            bar.update(ended)
     return [places[i] for i in range(len(sends))]
 
 
 def percentile(timelines: Sequence[Timeline], name: str, q: float) -> float:
     """The q-th percentile of "ttft" or "tpot" over the requests, in seconds."""
     return float(np.nanpercentile([getattr(line, name) for line in timelines], q))
+
+
+def computed_tokens(before: Snapshot, after: Snapshot) -> int:
+    """Tokens that went through the model in between, prompt and output."""
+    return sum(getattr(after, name) - getattr(before, name) for name in ("decode_tokens", "prefill_tokens"))
+
+
+def padding_share(before: Snapshot, after: Snapshot) -> float:
+    """Share of the rows computed in between that held no token."""
+    return 1 - computed_tokens(before, after) / (after.computed_rows - before.computed_rows)

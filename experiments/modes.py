@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.load import Workload, azure_arrivals, greedy, open_loop, percentile, pieces
+from experiments.load import Workload, azure_arrivals, greedy, open_loop, padding_share, percentile, pieces
 from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, EngineConfig
 from jbatch.controls import Batching, Controls
@@ -97,14 +97,12 @@ def measure(engine: Engine, sends: list[tuple[float, Request]], batching: Batchi
     timelines = open_loop(engine, sends, batching)
     seconds, after = time.perf_counter() - begun, engine.snapshot()
     engine.set_controls(Controls())
-    rows = after.computed_rows - before.computed_rows
-    used = sum(getattr(after, name) - getattr(before, name) for name in ("decode_tokens", "prefill_tokens"))
     return {
         "batching": batching,
         "seconds": seconds,
         "output tokens/s": sum(len(line.tokens) for line in timelines) / seconds,
         **{f"{n} p{q} s": percentile(timelines, n, q) for n in ("ttft", "tpot") for q in (50, 99)},
-        "padding": 1 - used / rows,
+        "padding": padding_share(before, after),
     }
 
 

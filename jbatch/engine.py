@@ -195,7 +195,7 @@ class Engine:
                         if finished == len(ids):  # the queue is full of others' requests
                             raise
                         finished += receive()
-        except Exception:
+        except Exception:  # whatever it is, nobody will hear those that were taken
             for id_ in ids:
                 self.cancel(id_)
             raise

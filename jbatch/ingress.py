@@ -58,6 +58,8 @@ class Ingress:
           now: the engine's time, in seconds.
           live: how many requests of a tenant have a slot.
         """
+        if not count:
+            return []
         if controls.policy == "fair":
             first = self._in_turns(count, live)
         else:

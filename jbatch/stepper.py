@@ -51,7 +51,10 @@ class Stepper:
         self.programs = Programs(config, step_compiler(model, self._state, config), report)
         pages = config.num_pages - 1
         self.telemetry = Snapshot(
-            pages_total=pages, pages_free=pages, running_limit=config.max_running, chunk_limit=config.max_chunks
+            pages_total=pages,
+            pages_free=pages,
+            running_limit=self._last.counter("running_limit"),
+            chunk_limit=self._last.counter("chunk_limit"),
         )
 
     @property

@@ -101,15 +101,11 @@ def evict(pool: PagePool, wanted: jax.Array, now: jax.Array) -> PagePool:
     free, cached = pool.refs == 0, pool.digest[:, 0] != 0
     lacking = wanted - jnp.sum(free & ~cached, dtype=jnp.int32)
 
-    def forget() -> PagePool:
+    def forget() -> jax.Array:
         going = _first(_worth(pool, now), free & cached, lacking)
-        return replace(
-            pool,
-            digest=jnp.where(going[:, None], jnp.uint32(0), pool.digest),
-            pinned_until=jnp.where(going, now, pool.pinned_until),
-        )
+        return jnp.where(going[:, None], jnp.uint32(0), pool.digest)
 
-    return lax.cond(lacking > 0, forget, lambda: pool)
+    return replace(pool, digest=lax.cond(lacking > 0, forget, lambda: pool.digest))
 
 
 def _worth(pool: PagePool, now: jax.Array) -> jax.Array:

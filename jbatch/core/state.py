@@ -47,7 +47,7 @@ class Wait(IntEnum):
     RUNNING_LIMIT = 2
     """As many requests run as may, those counted that wait for a prefix only."""
     PAGES = 3
-    """Not enough free pages for it, or for one that goes before it."""
+    """Not enough free pages for it, with room for those that run to grow."""
     PREFIX = 4
     """A request before it is computing pages that it will share."""
     ADMISSIONS = 5

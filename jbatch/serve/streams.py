@@ -64,7 +64,7 @@ class Streams:
                 id_ = self._engine.submit(request, self._sink)
                 stream.ids.append(id_)
                 self._places[id_] = _Place(stream, index, self._metrics.begin(len(request.prompt)))
-        except Exception:
+        except Exception:  # whatever it is, none of the group may run on unread
             stream.close()
             raise
         return stream
