@@ -24,7 +24,8 @@ from experiments.report import RESULTS, run, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
 from jbatch.controls import POLICIES, Controls, Policy
 from jbatch.core.inbox import InboxBuilder, Placement
-from jbatch.core.state import EngineState, KVPages, Model, init_state
+from jbatch.core.model import Model
+from jbatch.core.state import EngineState, KVPages, init_state
 from jbatch.core.step import begin, commit, make_batch, step
 from jbatch.models.load import load_model
 from jbatch.request import Request, SamplingParams

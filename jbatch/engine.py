@@ -15,7 +15,8 @@ from queue import SimpleQueue
 from jbatch.config import EngineConfig, UserError
 from jbatch.controls import Controls
 from jbatch.core.inbox import InboxBuilder
-from jbatch.core.state import MAX_STOP_TOKENS, Model
+from jbatch.core.model import Model
+from jbatch.core.state import MAX_STOP_TOKENS
 from jbatch.forecast import retry_after, seconds_to_answer
 from jbatch.ingress import Ingress, Ticket
 from jbatch.prefix_guess import PrefixGuess

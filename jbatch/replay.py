@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from jbatch.config import DEFAULT_MODEL, Bucket, UserError
 from jbatch.core.inbox import inbox_size
-from jbatch.core.state import Model, init_state
+from jbatch.core.model import Model
+from jbatch.core.state import init_state
 from jbatch.models.load import load_model
 from jbatch.programs import Program
 from jbatch.recording import Recording, open_recording

@@ -14,8 +14,9 @@ import numpy as np
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.core.inbox import InboxBuilder, Measured, inbox_size
+from jbatch.core.model import Model
 from jbatch.core.outbox import OutboxView
-from jbatch.core.state import EngineState, Model, Phase, Wait, init_state
+from jbatch.core.state import EngineState, Phase, Wait, init_state
 from jbatch.core.step import step
 from jbatch.programs import Program, Programs
 from jbatch.recording import Recorder

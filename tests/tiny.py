@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jbatch.config import EngineConfig
-from jbatch.core.state import Model
+from jbatch.core.model import Model
 from jbatch.models.llama import Llama, LlamaConfig, init_kv, make_forward
 
 TINY = LlamaConfig(

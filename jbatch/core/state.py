@@ -6,10 +6,8 @@ tokens, and T = S + C * Q token rows in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import IntEnum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,43 +215,6 @@ class BatchPlan:
     order: jax.Array  # [R] int32, slots in the order in which they hold pages
     matched: jax.Array  # [R] int32, tokens that a waiting slot would find in the prefix cache
     sample_row: jax.Array  # [R] int32, index among the S + C rows of the slot's last token; -1: samples nothing
-
-
-@struct.dataclass
-class Batch:
-    """What the model's forward pass needs to know: the plan in terms of tokens and pages."""
-
-    tokens: jax.Array  # [T] int32
-    positions: jax.Array  # [T] int32
-    page: jax.Array  # [T] int32, where the token's key and value go; -1 for an idle row
-    offset: jax.Array  # [T] int32
-    decode_table: jax.Array  # [S, N] int32
-    decode_lengths: jax.Array  # [S] int32, tokens to attend to, 0 for an idle row
-    chunk_table: jax.Array  # [C, N] int32
-    chunk_start: jax.Array  # [C] int32
-    chunk_lengths: jax.Array  # [C] int32, tokens to attend to, 0 for an idle row
-    logit_rows: jax.Array  # [S + C] int32, token rows whose logits are wanted
-
-
-Params = Any
-"""A model's weights: any pytree of arrays."""
-
-Forward = Callable[[Params, KVPages, Batch], tuple[jax.Array, KVPages]]
-"""A model: `(params, kv, batch) -> (logits [S + C, vocabulary] float32, kv)`, pure."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """What the engine needs of a model."""
-
-    forward: Forward
-    params: Params
-    init_kv: Callable[[int, int], KVPages]
-    """Empty pages, given their number and size."""
-    vocab_size: int
-    max_len: int
-    """Longest sequence it was trained for, in tokens."""
-    eos_ids: frozenset[int]
 
 
 def init_state(config: EngineConfig, kv: KVPages) -> EngineState:

@@ -15,23 +15,13 @@ from jbatch.core.accounts import charge
 from jbatch.core.controller import learn_outputs, set_limits
 from jbatch.core.demand import demand
 from jbatch.core.inbox import admit
+from jbatch.core.model import Batch, Forward, Params
 from jbatch.core.outbox import StepResult, pack_outbox
 from jbatch.core.pages import pin, release
 from jbatch.core.prefix import extend_digests, register
 from jbatch.core.sample import SamplingRows, sample
 from jbatch.core.schedule import schedule
-from jbatch.core.state import (
-    NO_SLOT,
-    NO_TOKEN,
-    Batch,
-    BatchPlan,
-    EngineState,
-    Finish,
-    Forward,
-    Params,
-    Phase,
-    SlotTable,
-)
+from jbatch.core.state import NO_SLOT, NO_TOKEN, BatchPlan, EngineState, Finish, Phase, SlotTable
 
 
 def step(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from jbatch.core.state import Params
+from jbatch.core.model import Params
 from jbatch.models.llama import Llama, LlamaConfig
 from jbatch.models.scratch import scratch
 from jbatch.models.source import one_line

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jbatch.core.state import Batch, Forward, KVPages, Params
+from jbatch.core.model import Batch, Forward, Params
+from jbatch.core.state import KVPages
 from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jbatch.config import DEFAULT_MODEL, UserError, cache_dir
-from jbatch.core.state import Model, Params
+from jbatch.core.model import Model, Params
 from jbatch.models import checkpoint
 from jbatch.models.fetch import GGUF_SHA256, fetch_default_model
 from jbatch.models.gguf import read_gguf

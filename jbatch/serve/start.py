@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from jbatch.config import UserError
-from jbatch.core.state import Model
+from jbatch.core.model import Model
 from jbatch.engine import Engine
 from jbatch.models.load import load_model
 from jbatch.serve.app import create_app

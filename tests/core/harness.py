@@ -19,18 +19,9 @@ from checks import check_batch, check_outbox, check_plan, check_state
 from jbatch.config import Bucket, EngineConfig
 from jbatch.controls import Controls
 from jbatch.core.inbox import InboxBuilder, Measured, Placement
+from jbatch.core.model import Batch
 from jbatch.core.outbox import OutboxView
-from jbatch.core.state import (
-    NO_PROGRAM,
-    Batch,
-    BatchPlan,
-    EngineState,
-    Finish,
-    KVPages,
-    Phase,
-    SlotTable,
-    init_state,
-)
+from jbatch.core.state import NO_PROGRAM, BatchPlan, EngineState, Finish, KVPages, Phase, SlotTable, init_state
 from jbatch.core.step import begin, commit, make_batch
 from jbatch.request import Request, SamplingParams
 

@@ -19,17 +19,7 @@ from jbatch.controls import BATCHINGS, POLICIES, Controls
 from jbatch.core.demand import demand
 from jbatch.core.inbox import InboxBuilder, admit
 from jbatch.core.schedule import schedule
-from jbatch.core.state import (
-    NO_PAGE,
-    NO_SLOT,
-    RESERVED_PAGE,
-    EngineState,
-    KVPages,
-    Phase,
-    SlotTable,
-    Wait,
-    init_state,
-)
+from jbatch.core.state import NO_PAGE, NO_SLOT, RESERVED_PAGE, EngineState, KVPages, Phase, SlotTable, Wait, init_state
 
 CONFIG = EngineConfig(
     max_model_len=48,
