@@ -31,8 +31,9 @@ class Settings:
     """Name, path or hub id of the model."""
     limits: tuple[int, ...] = (8, 16, 24, 32)
     """Fixed limits of running requests; the last one is all that the engine runs."""
-    targets: tuple[float, ...] = (45.0, 60.0, 75.0)
-    """Targets for the mean time per output token, in milliseconds."""
+    targets: tuple[float, ...] = ()
+    """Targets for the mean time per output token, in milliseconds; none: 10% above what each limit but the last led to,
+    so that the limit holds it and larger ones do not."""
     clients: int = 48
     """Requests under way at any time, more than run."""
     requests: int = 96
@@ -48,7 +49,7 @@ class Settings:
 def main(settings: Settings) -> None:
     """Runs every limit and every target, and writes the results."""
     if settings.quick:
-        settings = replace(settings, limits=(8, 32), targets=(60.0,), clients=40, requests=60, output_tokens=24)
+        settings = replace(settings, limits=(8, 32), clients=40, requests=60, output_tokens=24)
     loaded = load_model(settings.model, report=say)
     requests = make_requests(chat_prompts(loaded.tokenizer, settings.requests), settings.output_tokens)
     config = EngineConfig(prefix_caching=False, max_running=settings.limits[-1])
@@ -58,9 +59,10 @@ def main(settings: Settings) -> None:
             {"limit": limit, **measure(engine, requests, settings, Controls(running_limit=limit))}
             for limit in settings.limits
         ]
+        targets = settings.targets or [round(1.1 * row["tpot mean ms"], 1) for row in fixed[:-1]]
         adaptive = [
             {"target ms": target, **measure(engine, requests, settings, Controls(slo_tpot=(target,)))}
-            for target in settings.targets
+            for target in targets
         ]
     result = {"settings": settings_of(settings), "fixed": fixed, "adaptive": adaptive}
     write_json(settings.out / "adaptive.json", result)

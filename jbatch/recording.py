@@ -19,7 +19,7 @@ import numpy as np
 
 from jbatch.config import Bucket, EngineConfig, UserError
 
-FORMAT = "jbatch recording 2"
+FORMAT = "jbatch recording 3"
 _FRAME = struct.Struct("<4sI")
 _MOST_BYTES = 1 << 28
 

@@ -66,7 +66,7 @@ def test_it_is_cut_at_the_last_whole_frame(recorded: tuple[Path, int, int], tmp_
     [
         pytest.param(lambda data: b"", "no recording", id="empty"),
         pytest.param(lambda data: b"[1]\n" + data, "no recording", id="other json"),
-        pytest.param(lambda data: data.replace(b"recording 2", b"recording 9", 1), "recording 9", id="other format"),
+        pytest.param(lambda data: data.replace(b"recording 3", b"recording 9", 1), "recording 9", id="other format"),
         pytest.param(lambda data: data.replace(b'"page_size": 2', b'"page_size": 3', 1), "power of two", id="sizes"),
         pytest.param(lambda data: data.replace(b"step", b"stop", 1), "damaged at byte", id="tag"),
         pytest.param(lambda data: data.replace(b"x\x01", b"x\x02", 1), "damaged", id="compression"),

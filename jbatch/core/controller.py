@@ -22,6 +22,8 @@ _NEVER = 1e9
 _MARGIN = 0.95  # of the target that is aimed at
 _FIRST_LIMIT = 8  # requests that run as long as no step time is known
 _UPWARDS, _DOWNWARDS = 1.4, 1.5  # how many times longer twice the rows are thought to take, where one is known
+_CORRECTION = 0.7, 1.3  # times what is foreseen, at least and at most
+_STALL = 3  # times the target: no step is to take longer for prompts; less would mean more of the dearer mixed steps
 _OUTLIER = 1.5  # times what was expected: no step counts for more than that
 _FADING = 1 / 4096  # of what is known of more rows than run, each step
 
@@ -29,19 +31,19 @@ _FADING = 1 / 4096  # of what is known of more rows than run, each step
 def set_limits(state: EngineState, config: EngineConfig) -> EngineState:
     """Takes in what the header tells of the past, and sets the limits for this step."""
     header = state.header
-    controller = _learn_rates(_learn_times(state.controller, header), header)
-    target = _least(header.slo_tpot, state)
-    targeted, target = target < _NEVER, target * _MARGIN
-    decode_time = _filled(controller.decode_time)
+    controller = _learn_rates(_learn_times(state.controller, header, config.max_chunks), header)
+    target = _least(header.slo_tpot_us, state) / 1e3
+    targeted, target = target < _NEVER / 1e3, target * _MARGIN
     rows = jnp.arange(1, config.max_running + 1, dtype=jnp.int32)
-    share = controller.chunk_rows / jnp.maximum(controller.decode_rows, 1.0)
-    mean = decode_time[_notch(rows)] + controller.chunk_time * share * _float(rows)
+    # Steps differ from what is foreseen, in shape and since requests with a chunk to compute generate nothing.
+    correction = jnp.clip((controller.measured + 1e-3) / (controller.foreseen + 1e-3), *_CORRECTION)
+    mean = _mean_time(controller, rows) * correction
     # Not the most that fit: one row more than a power of two costs as much as twice as many.
     rate = jnp.where(mean <= target, _float(rows) / jnp.maximum(mean, 1e-3), 0.0)
     fitting = jnp.where(targeted, 1 + jnp.argmax(rate, axis=0), config.max_running)
 
     running = jnp.sum(state.slots.phase == Phase.RUNNING, dtype=jnp.int32)
-    spare = 2 * target - decode_time[_notch(jnp.maximum(running, 1))]
+    spare = _STALL * target - _filled(controller.decode_time)[_notch(jnp.maximum(running, 1))]
     chunks = jnp.where(targeted, spare / jnp.maximum(controller.chunk_time, 1e-3), _NEVER)
     chunks = jnp.where(_first_token_in_danger(state, controller), float(config.max_chunks), chunks)
     controller = replace(
@@ -65,7 +67,7 @@ def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array)
     )
 
 
-def _learn_times(controller: Controller, header: Header) -> Controller:
+def _learn_times(controller: Controller, header: Header, max_chunks: int) -> Controller:
     """From the step that the host has read last."""
     decodes, chunks = _float(header.step_decodes), _float(header.step_chunks)
     notch = _notch(jnp.maximum(header.step_decodes, 1))
@@ -76,7 +78,7 @@ def _learn_times(controller: Controller, header: Header) -> Controller:
     foreseen = (known > 0) & (alone | (controller.chunk_time > 0))
     time = jnp.where(foreseen, jnp.minimum(time, _OUTLIER * (known + chunks * controller.chunk_time)), time)
 
-    learned = jnp.where(known > 0, known + (time - known) / 8, time)
+    learned = jnp.where(known > 0, known + (time - known) / 16, time)
     at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
     # What makes this step longer than before, such as longer contexts, does the same to larger ones; and what is known
     # of those fades, so that they are tried again.
@@ -85,17 +87,30 @@ def _learn_times(controller: Controller, header: Header) -> Controller:
     decode_time = jnp.maximum(decode_time, jnp.where((at > notch) & (decode_time > 0), learned, 0.0))
     decode_time = jnp.where(at == notch, learned, decode_time)
 
-    added = jnp.maximum(time - _filled(controller.decode_time)[notch], 0.0) / jnp.maximum(chunks, 1.0)
+    # Each step counts as its chunks do, so that all that chunks added is the sum of what they are thought to add: a
+    # step with one chunk adds far more a chunk than one with many.
+    added = jnp.maximum(time - _filled(controller.decode_time)[notch], 0.0)
     before = controller.chunk_time
-    chunk_time = jnp.where(before > 0, before + (added - before) / 8, added)
+    chunk_time = before + (added - chunks * before) / (4 * max_chunks)
+    chunk_time = jnp.where(before > 0, chunk_time, added / jnp.maximum(chunks, 1.0))
     weight = jnp.where(measured, 1 / 64, 0.0)
+    expected = _mean_time(controller, jnp.maximum(header.step_decodes, 1))
+    compared = jnp.where(expected < _NEVER, weight, 0.0)
     return replace(
         controller,
         decode_time=jnp.where(alone, decode_time, controller.decode_time),
         chunk_time=jnp.where(measured & ~alone & any_known, chunk_time, before),
         decode_rows=controller.decode_rows + weight * (decodes - controller.decode_rows),
         chunk_rows=controller.chunk_rows + weight * (chunks - controller.chunk_rows),
+        foreseen=controller.foreseen + compared * (expected * decodes - controller.foreseen),
+        measured=controller.measured + compared * (time * decodes - controller.measured),
     )
+
+
+def _mean_time(controller: Controller, rows: jax.Array) -> jax.Array:
+    """How long steps take on average while `rows` requests run, with the chunks that as many of them bring."""
+    share = controller.chunk_rows / jnp.maximum(controller.decode_rows, 1.0)
+    return _filled(controller.decode_time)[_notch(rows)] + controller.chunk_time * share * _float(rows)
 
 
 def _learn_rates(controller: Controller, header: Header) -> Controller:
@@ -133,7 +148,7 @@ def _least(targets: jax.Array, state: EngineState) -> jax.Array:
 
 
 def _class(state: EngineState) -> jax.Array:
-    return jnp.clip(state.slots.priority, 0, state.header.slo_tpot.shape[0] - 1)
+    return jnp.clip(state.slots.priority, 0, state.header.slo_ttft.shape[0] - 1)
 
 
 def _first_token_in_danger(state: EngineState, controller: Controller) -> jax.Array:

@@ -192,16 +192,16 @@ def _header(config: EngineConfig, controls: Controls, now: float, measured: Meas
         "step_chunks": measured.chunks,
         "queued": measured.queued,
         "arrived": measured.arrived,
-        "slo_ttft": _by_class(controls.slo_ttft),
-        "slo_tpot": _by_class(controls.slo_tpot),
+        "slo_ttft": _by_class(controls.slo_ttft, 1),
+        "slo_tpot_us": _by_class(controls.slo_tpot, 1000),
     }
     in_order = (values[name] for name in _HEADER)
     return [int(number) for value in in_order for number in (value if isinstance(value, list) else [value])]
 
 
-def _by_class(targets: tuple[float, ...]) -> list[int]:
-    """One target in milliseconds for each class; the last one given holds for the rest."""
-    given = [max(1, round(target)) for target in targets]
+def _by_class(targets: tuple[float, ...], unit: int) -> list[int]:
+    """One target for each class, `unit` times what was given; the last one given holds for the rest."""
+    given = [min(max(1, round(target * unit)), 2**31 - 1) for target in targets]
     return [*given, *[given[-1] if given else 0] * (NUM_CLASSES - len(given))]
 
 

@@ -147,6 +147,8 @@ class Controller:
     chunk_time: jax.Array  # float32, that a chunk row adds
     decode_rows: jax.Array  # float32, decode rows of a step, averaged over some
     chunk_rows: jax.Array  # float32, its chunk rows, averaged like those
+    foreseen: jax.Array  # float32, time of a step as foreseen times its decode rows, averaged like those
+    measured: jax.Array  # float32, the same with the time that it took
     arrivals: jax.Array  # float32, requests that come
     finishes: jax.Array  # float32, requests that end
     last: jax.Array  # int32, time of the last step
@@ -175,7 +177,7 @@ class Header:
     queued: jax.Array  # requests that wait on the host
     arrived: jax.Array  # requests submitted since the last inbox
     slo_ttft: jax.Array  # [NUM_CLASSES], 0: no target
-    slo_tpot: jax.Array  # [NUM_CLASSES], 0: no target
+    slo_tpot_us: jax.Array  # [NUM_CLASSES] microseconds, 0: no target
 
 
 @struct.dataclass
@@ -244,7 +246,7 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
 
 def header_shape(name: str) -> tuple[int, ...]:
     """Shape of a field of the header."""
-    return (NUM_CLASSES,) if name in ("slo_ttft", "slo_tpot") else ()
+    return (NUM_CLASSES,) if name in ("slo_ttft", "slo_tpot_us") else ()
 
 
 def _ints(*shape: int, fill: int = 0) -> jax.Array:
@@ -279,6 +281,8 @@ def _fresh_controller(config: EngineConfig) -> Controller:
         chunk_time=_floats(),
         decode_rows=_floats(),
         chunk_rows=_floats(),
+        foreseen=_floats(),
+        measured=_floats(),
         arrivals=_floats(),
         finishes=_floats(),
         last=_ints(),
