@@ -14,6 +14,7 @@ from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from pallas_kernels.shared_blocks import SharedBlocks, shared_blocks
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -63,12 +64,12 @@ class LlamaLayer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles, shared: SharedBlocks
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`x` [T, hidden] and the layer's pages -> the same, one block on."""
         epsilon = self.config.rms_norm_eps
         mixed, k_pages, v_pages = self._attention(
-            rms_norm(x, self.attention_norm[...], epsilon), k_pages, v_pages, batch, angles
+            rms_norm(x, self.attention_norm[...], epsilon), k_pages, v_pages, batch, angles, shared
         )
         x = x + mixed
         y = rms_norm(x, self.mlp_norm[...], epsilon)
@@ -76,7 +77,7 @@ class LlamaLayer(nnx.Module):
         return x + linear(y, self.down[...]), k_pages, v_pages
 
     def _attention(
-        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles
+        self, x: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, angles: Angles, shared: SharedBlocks
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -87,7 +88,8 @@ class LlamaLayer(nnx.Module):
 
         rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
         scale = dim**-0.5
-        parts = [paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)]
+        table, lengths = batch.decode_table, batch.decode_lengths
+        parts = [paged_decode(q[:rows], k_pages, v_pages, table, lengths, scale=scale, shared=shared)]
         if chunks:
             chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
             mixed = paged_prefill(
@@ -118,9 +120,11 @@ class Llama(nnx.Module):
         """Logits [S + C, vocab_size] float32 of `batch.logit_rows`, and the pages with the batch's tokens in."""
         x = self.embedding[...][batch.tokens]
         angles = rotary_angles(batch.positions, self.config.head_dim, self.config.rope_theta)
+        num_pages, page_size = kv.k[0].shape[:2]
+        shared = shared_blocks(batch.decode_table, batch.decode_lengths, page_size, num_pages)
         k_pages, v_pages = [], []
         for layer, k, v in zip(self.layers, kv.k, kv.v, strict=True):
-            x, k, v = layer(x, k, v, batch, angles)
+            x, k, v = layer(x, k, v, batch, angles, shared)
             k_pages.append(k)
             v_pages.append(v)
         x = rms_norm(x[batch.logit_rows], self.final_norm[...], self.config.rms_norm_eps)

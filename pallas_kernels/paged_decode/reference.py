@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.blocks import LEAST, MASKED, Carry, gather_block, over_blocks, whole_blocks
 from pallas_kernels.paged_prefill.reference import paged_prefill
+from pallas_kernels.shared_blocks import SharedBlocks, attend_shared
 
 MAX_JOINED_HEADS = 4
 """Beyond so many KV heads the multiplications by zero cost more than they save."""
@@ -21,10 +22,12 @@ def paged_decode(
     lengths: jax.Array,  # [S] int32, tokens to attend to, the row's own included; 0 for an idle row
     *,
     scale: float,
+    shared: SharedBlocks | None = None,
 ) -> jax.Array:  # [S, H, D]
     """One query token a row, at position `lengths - 1`, over the tokens `0 .. lengths - 1` of its request.
 
-    Rows with `lengths == 0` give zeros. A chunk of one token is the same computation as a decode row.
+    Rows with `lengths == 0` give zeros. A chunk of one token is the same computation as a decode row. What `shared`
+    says of `page_table` and `lengths` is attended to once for all rows that share it.
 
     With few KV heads all of them go through one matmul a row, the queries laid out block-diagonally: so many more
     multiplications by zero cost a CPU less than so many more tiny matmuls.
@@ -35,7 +38,12 @@ def paged_decode(
     rows, heads, _ = q.shape
     group = heads // kv_heads
     own = jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), group, axis=0)[..., None]  # [H, K, 1]
-    joined = (q.astype(jnp.float32)[:, :, None] * own * scale).reshape(rows, heads, kv_heads * dim)
+    q = q.astype(jnp.float32) * scale
+    joined = (q[:, :, None] * own).reshape(rows, heads, kv_heads * dim)
+    carry = jnp.full((rows, heads), LEAST), jnp.zeros((rows, heads)), jnp.zeros(q.shape)
+    if shared is not None:
+        carry = attend_shared(q, k_pages, v_pages, shared)
+        page_table, lengths = shared.tail_table, shared.tail_lengths
     table, pages = whole_blocks(page_table, page_size, num_pages)
     block = pages * page_size
 
@@ -55,7 +63,5 @@ def paged_decode(
         mixed = jnp.stack([mixed[:, k, :, k] for k in range(kv_heads)], axis=1).reshape(-1, heads, dim)
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
-    top, norm = jnp.full((rows, heads), LEAST, jnp.float32), jnp.zeros((rows, heads), jnp.float32)
-    carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
     _, norm, out = over_blocks((lengths + block - 1) // block, attend_block, carry)
     return (out / jnp.where(norm > 0, norm, 1.0)[..., None]).astype(v_pages.dtype)
