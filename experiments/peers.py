@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from experiments.http_load import Client, Load, LoadResult, Texts, drive
 from experiments.load import percentile
@@ -28,6 +29,7 @@ from jbatch.config import DEFAULT_MODEL
 from jbatch.models.load import find
 
 WARM_UP_TOKENS = 16
+"""Length of the answers before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def make_loads(settings: Settings, texts: Texts, seed: int) -> Iterator[Load]:
     most = max(*settings.concurrency, settings.fan_out)
     yield Load("warm-up", prompts(most), WARM_UP_TOKENS, most)
     for clients in settings.concurrency:
-        yield Load(f"{clients} clients", prompts(clients * settings.requests_each), settings.output_tokens, clients)
+        yield Load(f"{clients} at once", prompts(clients * settings.requests_each), settings.output_tokens, clients)
     if settings.rate:
         gaps = np.random.default_rng(seed).exponential(1 / settings.rate, settings.arrivals)
         name, due = f"{settings.rate:g} arrivals/s", tuple(np.cumsum(gaps).tolist())
@@ -185,13 +187,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if name == "output tokens/s":
                 axes.bar_label(axes.bar(at, [row[name] for row in ours], width, label=server), fmt="%.0f", fontsize=7)
                 continue
-            axes.bar(at, [row[f"{name} p50 s"] for row in ours], width, label=server)
-            axes.plot(at, [row[f"{name} p99 s"] for row in ours], "_k", markersize=10)
-            axes.set(yscale="log", ylabel="seconds (bar: p50, line: p99)")
+            p50, p99 = ([row[f"{name} p{q} s"] for row in ours] for q in (50, 99))
+            axes.vlines(at, p50, p99, color=f"C{i}")
+            axes.plot(at, p50, "o", color=f"C{i}", label=f"{server} p50")
+            axes.plot(at, p99, "_", color=f"C{i}", markersize=10, label=f"{server} p99")
+            axes.set(yscale="log", ylabel="seconds")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(title=title, xticks=range(len(loads)))
         axes.set_xticklabels(loads, fontsize=8)
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.grid(axis="y", which="both", alpha=0.3)
+        axes.legend(fontsize=7)
     save_plot(figure, path)
 
 

@@ -41,7 +41,7 @@ def test_every_token_counts_and_each_request_is_sent_once():
         generate(body, send)
 
     with fake(answer) as url:
-        result = driven(url, Load("3 clients", [f"p{i}" for i in range(9)], 5, 3))
+        result = driven(url, Load("3 at once", [f"p{i}" for i in range(9)], 5, 3))
     assert sorted(seen[1:]) == [f"p{i}" for i in range(9)]  # the first one asks whether it works
     assert [len(line.tokens) for line in result.timelines] == [5] * 9
     assert result.tokens_per_second(result.ended) == pytest.approx(45 / (result.ended - result.begun))
@@ -55,13 +55,13 @@ def test_usage_tells_how_many_tokens_a_chunk_holds():
         send(usage(6))
 
     with fake(answer) as url:
-        (line,) = driven(url, Load("1 clients", ["p"], 6, 1)).timelines
+        (line,) = driven(url, Load("1 at once", ["p"], 6, 1)).timelines
     assert len(line.tokens) == 6 and len(set(line.tokens)) == 2
 
 
 def test_without_usage_chunks_count():
     with fake(lambda body, send: [send(chunk("a")) for _ in range(4)] and None) as url:
-        (line,) = driven(url, Load("1 clients", ["p"], 4, 1)).timelines
+        (line,) = driven(url, Load("1 at once", ["p"], 4, 1)).timelines
     assert len(line.tokens) == 4
 
 
@@ -95,7 +95,7 @@ def test_a_late_sender_counts_too():
 @pytest.mark.parametrize("option", ["ignore_eos", "stream_options"])
 def test_an_option_that_a_server_refuses_is_left_out(option):
     with fake(generate, refused=option) as url:
-        assert len(driven(url, Load("1 clients", ["p"], 3, 1)).timelines[0].tokens) == 3
+        assert len(driven(url, Load("1 at once", ["p"], 3, 1)).timelines[0].tokens) == 3
 
 
 def test_an_answer_that_is_an_error_is_one_line():
@@ -103,7 +103,7 @@ def test_an_answer_that_is_an_error_is_one_line():
         fake(lambda body, send: send("no\nroom"), refused="prompt") as url,
         pytest.raises(UserError, match="400: data: no room"),
     ):
-        driven(url, Load("1 clients", ["p"], 1, 1))
+        driven(url, Load("1 at once", ["p"], 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_an_error_says(body, told):
 )
 def test_errors_in_a_stream_are_one_line(sent, told):
     with fake(lambda body, send: send(sent)) as url, pytest.raises(UserError, match=told) as caught:
-        driven(url, Load("1 clients", ["p"], 1, 1))
+        driven(url, Load("1 at once", ["p"], 1, 1))
     assert "\n" not in str(caught.value)
 
 
@@ -137,7 +137,7 @@ def test_no_server_is_one_line():
     with fake(generate) as url:
         pass
     with pytest.raises(UserError, match=r"does not answer .* is it running"):
-        driven(url, Load("1 clients", ["p"], 1, 1))
+        driven(url, Load("1 at once", ["p"], 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_command_starts_a_server_for_its_turn():
 
     asyncio.run(go())
     with pytest.raises(UserError, match="does not answer"):
-        driven(url, Load("1 clients", ["p"], 1, 1))
+        driven(url, Load("1 at once", ["p"], 1, 1))
 
     asyncio.run(go())
 
@@ -219,6 +219,6 @@ def test_rounds_interleave_servers_and_rows_are_medians(tokenizer):
         measured = asyncio.run(peers.measure(settings, servers, Texts(tokenizer)))
     assert [row["server"] for row in measured] == ["one"] * 4 + ["two"] * 8 + ["one"] * 4
     rows = peers.summary(measured)
-    assert [row["load"] for row in rows[::2]] == ["1 clients", "2 clients", "100 arrivals/s", "fan-out of 2"]
+    assert [row["load"] for row in rows[::2]] == ["1 at once", "2 at once", "100 arrivals/s", "fan-out of 2"]
     assert rows[0]["seconds"] == pytest.approx((measured[0]["seconds"] + measured[12]["seconds"]) / 2)
-    assert "times two (2 clients)" in peers.verdict(rows)
+    assert "times two (2 at once)" in peers.verdict(rows)
