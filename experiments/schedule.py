@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.load import chat_prompts
+from experiments.prefilled import prefilled, schedule_only
 from experiments.report import RESULTS, run, say, settings_of, table, write_json
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
 from jbatch.controls import POLICIES, Controls, Policy
-from jbatch.core.inbox import InboxBuilder, Placement
+from jbatch.core.inbox import InboxBuilder
 from jbatch.core.model import Model
-from jbatch.core.state import EngineState, KVPages, init_state
-from jbatch.core.step import begin, commit, make_batch, step
+from jbatch.core.state import EngineState, KVPages
+from jbatch.core.step import step
 from jbatch.models.load import load_model
-from jbatch.request import Request, SamplingParams
 
 CLAIM = 0.05
 """Share of a whole step, at most."""
@@ -99,10 +99,10 @@ def measure_alone(settings: Settings) -> dict[str, float]:
     length = max(1, settings.pages // rows // 2) * config.page_size
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 49152, length).tolist()) for _ in range(rows)]
-    bare = jax.jit(partial(_schedule_only, config=config, bucket=Bucket(rows, 0)), donate_argnums=0)
+    bare = jax.jit(partial(schedule_only, config=config, bucket=Bucket(rows, 0)), donate_argnums=0)
     medians: dict[str, float] = {}
     for policy in settings.policies:
-        state = _prefilled(config, KVPages(k=(), v=()), prompts)
+        state = prefilled(config, KVPages(k=(), v=()), prompts)
         nothing = jnp.asarray(InboxBuilder(config, Controls(policy=policy)).buffer)
         seconds: list[float] = []
         for _ in range(2 * length):
@@ -115,9 +115,9 @@ def measure(model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], 
     """Seconds of each whole step ("step") and of each step without a model ("schedule"), taken in turns."""
     bucket = Bucket(config.max_running, 0)
     whole = jax.jit(partial(step, forward=model.forward, config=config, bucket=bucket), donate_argnums=1)
-    bare = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)
-    full = _prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
-    empty = _prefilled(config, KVPages(k=(), v=()), prompts)
+    bare = jax.jit(partial(schedule_only, config=config, bucket=bucket), donate_argnums=0)
+    full = prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
+    empty = prefilled(config, KVPages(k=(), v=()), prompts)
     nothing = jnp.asarray(InboxBuilder(config).buffer)
     seconds: dict[str, list[float]] = {"step": [], "schedule": []}
     for _ in range(repeats + 1):  # the first of each compiles
@@ -132,33 +132,6 @@ def _timed(run: Any, state: EngineState, inbox: jax.Array, seconds: list[float])
     outbox.block_until_ready()
     seconds.append(time.perf_counter() - begun)
     return state
-
-
-def _schedule_only(
-    state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
-) -> tuple[EngineState, jax.Array]:
-    state, plan = begin(state, inbox, config=config, bucket=bucket)
-    batch = make_batch(state.slots, plan, config)
-    # Some token made from all of the batch, so that nothing of it is left out as unused.
-    token = 2 + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(batch)) % 2
-    rows = bucket.decode + bucket.chunks
-    return commit(state, plan, jnp.full(rows, token, jnp.int32), jnp.zeros(rows, jnp.float32), config=config)
-
-
-def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]) -> EngineState:
-    """A state whose slots have computed their prompts as far as the scheduler is concerned."""
-    bucket = config.largest_bucket
-    run = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)
-    state = init_state(config, KVPages(k=(), v=()))
-    sampling = SamplingParams(temperature=0, max_tokens=config.max_model_len // 2)
-    todo = [(slot, Request(prompt, sampling)) for slot, prompt in enumerate(prompts)]
-    while todo or bool(jnp.any(state.slots.length - state.slots.computed > 1)):
-        inbox = InboxBuilder(config)
-        while todo and not inbox.full:
-            slot, request = todo.pop(0)
-            inbox.admit(request, Placement(slot, arrival=slot, limit=len(request.prompt) + sampling.max_tokens))
-        state, _ = run(state, jnp.asarray(inbox.buffer))
-    return replace(state, kv=kv)
 
 
 if __name__ == "__main__":

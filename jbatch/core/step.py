@@ -45,10 +45,14 @@ def step(
     Returns:
       The state after the step and an outbox for `OutboxView`.
     """
-    state, plan = begin(state, inbox, config=config, bucket=bucket)
-    logits, kv = forward(params, state.kv, make_batch(state.slots, plan, config))
-    token, logprob = sample(logits, _sampling_rows(state.slots, plan))
-    return commit(replace(state, kv=kv), plan, token, logprob, config=config)
+    with jax.named_scope("schedule"):
+        state, plan = begin(state, inbox, config=config, bucket=bucket)
+        batch = make_batch(state.slots, plan, config)
+    logits, kv = forward(params, state.kv, batch)
+    with jax.named_scope("sample"):
+        token, logprob = sample(logits, _sampling_rows(state.slots, plan))
+    with jax.named_scope("schedule"):
+        return commit(replace(state, kv=kv), plan, token, logprob, config=config)
 
 
 def begin(
