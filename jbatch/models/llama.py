@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jbatch.config import UserError
 from jbatch.core.model import Batch, Forward, Params
 from jbatch.core.state import KVPages
 from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
+from pallas_kernels.dispatch import mode
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
@@ -87,10 +89,10 @@ class LlamaLayer(nnx.Module):
 
         rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
         scale = dim**-0.5
-        parts = [paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)]
+        parts = [paged_decode(q[:rows], k_pages, v_pages, batch.decode_table, batch.decode_lengths, scale=scale)[0]]
         if chunks:
             chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
-            mixed = paged_prefill(
+            mixed, _ = paged_prefill(
                 chunk_q,
                 k_pages,
                 v_pages,
@@ -130,7 +132,14 @@ class Llama(nnx.Module):
 
 
 def make_forward(config: LlamaConfig) -> Forward:
-    """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state."""
+    """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state.
+
+    Raises `UserError` where the environment asks for kernels of an unknown kind.
+    """
+    try:
+        mode()
+    except ValueError as error:
+        raise UserError(str(error)) from None
     graph = nnx.split(nnx.eval_shape(lambda: Llama(config)))[0]
 
     def forward(params: Params, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:
