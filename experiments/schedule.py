@@ -102,7 +102,7 @@ def measure_alone(settings: Settings) -> dict[str, float]:
     bare = jax.jit(partial(_schedule_only, config=config, bucket=Bucket(rows, 0)), donate_argnums=0)
     medians: dict[str, float] = {}
     for policy in settings.policies:
-        state = _prefilled(config, KVPages(k=(), v=()), prompts)
+        state = prefilled(config, KVPages(k=(), v=()), prompts)
         nothing = jnp.asarray(InboxBuilder(config, Controls(policy=policy)).buffer)
         seconds: list[float] = []
         for _ in range(2 * length):
@@ -116,8 +116,8 @@ def measure(model: Model, config: EngineConfig, prompts: list[tuple[int, ...]], 
     bucket = Bucket(config.max_running, 0)
     whole = jax.jit(partial(step, forward=model.forward, config=config, bucket=bucket), donate_argnums=1)
     bare = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)
-    full = _prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
-    empty = _prefilled(config, KVPages(k=(), v=()), prompts)
+    full = prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
+    empty = prefilled(config, KVPages(k=(), v=()), prompts)
     nothing = jnp.asarray(InboxBuilder(config).buffer)
     seconds: dict[str, list[float]] = {"step": [], "schedule": []}
     for _ in range(repeats + 1):  # the first of each compiles
@@ -145,7 +145,7 @@ def _schedule_only(
     return commit(state, plan, jnp.full(rows, token, jnp.int32), jnp.zeros(rows, jnp.float32), config=config)
 
 
-def _prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]) -> EngineState:
+def prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]]) -> EngineState:
     """A state whose slots have computed their prompts as far as the scheduler is concerned."""
     bucket = config.largest_bucket
     run = jax.jit(partial(_schedule_only, config=config, bucket=bucket), donate_argnums=0)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -31,7 +31,7 @@ def mode() -> Mode:
     name = os.environ.get(VARIABLE) or "auto"
     if name not in MODES:
         raise ValueError(f"{VARIABLE} is {name!r}: it must be one of {', '.join(MODES)}")
-    return cast(Mode, name)
+    return name
 
 
 def dispatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch, unsupported_pages
 from pallas_kernels.paged_decode import reference, triton
@@ -21,7 +22,8 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:  # [S, H, D] of q's dtype, [S, H] float32
+    out_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [S, H, D], [S, H] float32
     """Attention of one token a row and its base-2 log-sum-exp, as `reference.paged_decode` specifies."""
     return dispatch(
         reference.paged_decode,
@@ -31,4 +33,5 @@ def paged_decode(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        out_dtype=out_dtype,
     )

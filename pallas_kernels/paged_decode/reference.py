@@ -26,13 +26,14 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:  # [S, H, D] of q's dtype, [S, H] float32
+    out_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [S, H, D], [S, H] float32
     """One query token a row, at position `lengths - 1`, over the tokens `0 .. lengths - 1` of its request.
 
-    Returns the output and the base-2 log-sum-exp of the scores, by which `merge_states` joins it with attention over
-    other tokens. A row that attends to nothing gives zeros and -inf. With a `window` only the last so many tokens are
-    seen, the row's own included; with a `soft_cap` scores are `soft_cap * tanh(score / soft_cap)`. A chunk of one token
-    is the same computation as a decode row.
+    Returns the output, of `out_dtype` or else of q's, and the base-2 log-sum-exp of the scores, by which `merge_states`
+    joins it with attention over other tokens. A row that attends to nothing gives zeros and -inf. With a `window` only
+    the last so many tokens are seen, the row's own included; with a `soft_cap` scores are
+    `soft_cap * tanh(score / soft_cap)`. A chunk of one token is the same computation as a decode row.
 
     With few KV heads all of them go through one matmul a row, the queries laid out block-diagonally: so many more
     multiplications by zero cost a CPU less than so many more tiny matmuls.
@@ -40,7 +41,7 @@ def paged_decode(
     num_pages, page_size, kv_heads, dim = k_pages.shape
     if kv_heads > MAX_JOINED_HEADS:
         cache = k_pages, v_pages, page_table, lengths - 1, lengths, skipped, k_scale, v_scale
-        out, lse = paged_prefill(q[:, None], *cache, scale=scale, window=window, soft_cap=soft_cap)
+        out, lse = paged_prefill(q[:, None], *cache, scale=scale, window=window, soft_cap=soft_cap, out_dtype=out_dtype)
         return out[:, 0], lse[:, 0]
     rows, heads, _ = q.shape
     group = heads // kv_heads
@@ -74,4 +75,4 @@ def paged_decode(
     top, norm = jnp.full((rows, heads), LEAST, jnp.float32), jnp.zeros((rows, heads), jnp.float32)
     carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
     out, lse = normalise(over_blocks((lengths + block - 1) // block, attend_block, carry))
-    return out.astype(q.dtype), lse
+    return out.astype(out_dtype or q.dtype), lse

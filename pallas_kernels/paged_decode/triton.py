@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention import Tuning, paged_attention
 
 TUNING = Tuning()
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "tuning", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "out_dtype", "tuning", "interpret"))
 def paged_decode(
     q: jax.Array,  # [S, H, D]
     k_pages: jax.Array,  # [P, page_size, K, D]
@@ -25,6 +26,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
     tuning: Tuning = TUNING,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # [S, H, D], [S, H] float32
@@ -43,7 +45,7 @@ def paged_decode(
         causal=False,
         window=window,
         soft_cap=soft_cap,
-        out_dtype=q.dtype,
+        out_dtype=out_dtype or q.dtype,
         tuning=tuning,
         interpret=interpret,
         name="paged_decode",

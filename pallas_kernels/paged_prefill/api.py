@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch, unsupported_pages
 from pallas_kernels.paged_prefill import reference, triton
@@ -23,7 +24,8 @@ def paged_prefill(
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D] of q's dtype, [C, Q, H] float32
+    out_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D], [C, Q, H] float32
     """Attention of chunks of tokens and its base-2 log-sum-exp, as `reference.paged_prefill` specifies."""
     return dispatch(
         reference.paged_prefill,
@@ -34,4 +36,5 @@ def paged_prefill(
         causal=causal,
         window=window,
         soft_cap=soft_cap,
+        out_dtype=out_dtype,
     )

@@ -29,18 +29,19 @@ def paged_prefill(
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D] of q's dtype, [C, Q, H] float32
+    out_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D], [C, Q, H] float32
     """Attention of `Q` consecutive query tokens a row over the tokens `0 .. lengths - 1` of its request.
 
     Query `i` of a row stands at position `start + i`; where `causal` it sees the positions up to its own, else all.
-    `window` and `soft_cap` as in `paged_decode`, and so is the second result, the base-2 log-sum-exp. Idle rows give
+    `window`, `soft_cap`, `out_dtype` and both results as in `paged_decode`. Idle rows give
     zeros and -inf; causal queries at or past `lengths` give values of no meaning. Scores and sums are float32 whatever
     the dtypes.
     """
     rows, num_queries, heads, dim = q.shape
     num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    dtype = q.dtype
+    dtype = out_dtype or q.dtype
     table, pages = whole_blocks(page_table, page_size, num_pages)
     block = pages * page_size
     # [C, K, Q * G, D]: the queries of one KV head lie together, so a block is one matmul a head.

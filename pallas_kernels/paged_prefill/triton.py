@@ -32,7 +32,7 @@ def paged_prefill(
     out_dtype: jnp.dtype | None = None,
     tuning: Tuning = TUNING,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D] of `out_dtype` (q's unless given), [C, Q, H] float32
+) -> tuple[jax.Array, jax.Array]:  # [C, Q, H, D], [C, Q, H] float32
     """See `reference.paged_prefill`."""
     return paged_attention(
         q,

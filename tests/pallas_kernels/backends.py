@@ -25,6 +25,8 @@ BACKENDS = ("xla", "interpret")
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("kv_write", "xla"): write_reference.kv_write,
     ("kv_write", "interpret"): write_triton.kv_write,
+    ("kv_write_int8", "xla"): write_reference.kv_write_int8,
+    ("kv_write_int8", "interpret"): write_triton.kv_write_int8,
     ("merge_states", "xla"): merge_reference.merge_states,
     ("merge_states", "interpret"): merge_triton.merge_states,
     ("paged_decode", "xla"): decode_reference.paged_decode,

@@ -147,3 +147,54 @@ def test_merge(dtype: str, backend: str) -> None:
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(out.astype(np.float64), expected, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse, whole, atol=1e-5, rtol=1e-5)
+
+
+def quantised(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages in 8 bits, their factors, and what the two come to; no factor is a number where pages hold none."""
+    factors = np.abs(pages).max(-1) / 127
+    numbers = np.nan_to_num(np.round(pages / factors[..., None])).astype(np.int8)
+    return numbers, factors, numbers * factors[..., None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_over_8_bit_integers(queries: int, backend: str) -> None:
+    starts = [0, 40, 7, 130]
+    problem = make_problem([start + queries for start in starts], starts, queries, kv_heads=2, group=4, dim=64)
+    (k, k_scale, k_whole), (v, v_scale, v_whole) = quantised(problem.k_pages), quantised(problem.v_pages)
+    expected = replace(problem, k_pages=k_whole, v_pages=v_whole)
+    problem = replace(problem, k_pages=k, v_pages=v)
+    attend = decode if queries == 1 else prefill
+    out, lse = attend(problem, backend, k_scale, v_scale, splits=2)
+    np.testing.assert_allclose(out, expected.expected(), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(lse, expected.expected_lse(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_over_8_bit_floats(backend: str) -> None:
+    problem = decode_problem(LENGTHS, kv_heads=2, group=4, dim=64)
+    kind = jnp.float8_e4m3fn
+    rounded = {name: getattr(problem, name).astype(kind) for name in ("k_pages", "v_pages")}
+    expected = replace(problem, **{name: pages.astype(np.float32) for name, pages in rounded.items()})
+    out, _ = decode(replace(problem, **rounded), backend)
+    np.testing.assert_allclose(out, expected.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_write_8_bit_integers(backend: str) -> None:
+    rng = np.random.default_rng(5)
+    shape = (3, 8, 3, 80)
+    k_new, v_new = rng.standard_normal((2, 4, *shape[2:])).astype(np.float32)
+    v_new[0] = 0
+    page, offset = np.int32([2, -1, 1, 2]), np.int32([7, 0, 3, 0])
+    pages = np.full((2, *shape), 99, np.int8)
+    scales = np.full((2, *shape[:3]), 99, np.float32)
+    after = call("kv_write_int8", backend, k_new, v_new, *pages, *scales, page, offset)
+    for new, numbers, factors in ((k_new, after[0], after[2]), (v_new, after[1], after[3])):
+        stored = numbers[page, offset] * factors[page, offset][..., None]
+        for token in (0, 2, 3):
+            most = np.abs(new[token]).max(-1, keepdims=True)
+            assert np.all(np.abs(stored[token] - new[token]) <= most / 253)
+        untouched = np.ones(shape[:2], bool)
+        untouched[page[page >= 0], offset[page >= 0]] = False
+        assert np.all(numbers[untouched] == 99) and np.all(factors[untouched] == 99)
