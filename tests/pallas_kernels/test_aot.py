@@ -66,7 +66,7 @@ def test_a_layer_launches_each_kernel_once(report: dict[str, Any], step: str) ->
         assert names[kernel] == count * report["layers"], kernel
 
 
-@pytest.mark.parametrize(("step", "layer", "rest"), [("decode", 20, 260), ("mixed", 20, 280)])
+@pytest.mark.parametrize(("step", "layer", "rest"), [("decode", 20, 200), ("mixed", 20, 230)])
 def test_launches_are_few(report: dict[str, Any], step: str, layer: int, rest: int) -> None:
     """A layer's launches from one write to the next, and those outside the layers: schedule, sampling, commit.
 
@@ -74,10 +74,9 @@ def test_launches_are_few(report: dict[str, Any], step: str, layer: int, rest: i
     """
     outer = [launch["name"] for launch in report[step]["launches"] if not launch["nested"]]
     writes = [index for index, name in enumerate(outer) if name == "kv_write"]
-    in_layer = {after - before for before, after in pairwise(writes)}
-    assert len(in_layer) == 1
-    assert max(in_layer) <= layer
-    assert len(outer) - max(in_layer) * report["layers"] <= rest
+    in_layer = max(after - before for before, after in pairwise(writes))
+    assert in_layer <= layer
+    assert len(outer) - in_layer * report["layers"] <= rest
 
 
 @pytest.mark.parametrize("step", STEPS)
