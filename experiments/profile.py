@@ -81,7 +81,7 @@ def main(settings: Settings) -> None:
     prompts = chat_prompts(loaded.tokenizer, settings.running)
     buckets = [bucket for bucket in config.buckets if not bucket.chunks]
     rows: list[dict[str, float]] = []
-    splits: list[dict[str, object]] = []
+    splits: list[dict[str, Any]] = []
     for context in settings.contexts:
         for bucket in buckets:
             cut = [(prompt * context)[:context] for prompt in prompts[: bucket.decode]]
@@ -119,7 +119,7 @@ def time_step(
     return Timed(median(seconds[1:]), again, program.as_text())
 
 
-def split(timed: Timed) -> dict[str, object]:
+def split(timed: Timed) -> dict[str, str]:
     """Milliseconds of one step by part, and the share of sampling and schedule."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ BLOCK_TOKENS = 64
 FEWEST_ROWS = 4
 """Rows that are not halved any further."""
 
+LOG2_E = math.log2(math.e)
 MASKED = -1e30
 LEAST = -1e29
 """Where a running maximum starts: so far above a masked score that its weight is 0 even where nothing else is seen."""
@@ -30,11 +32,30 @@ def whole_blocks(page_table: jax.Array, page_size: int, num_pages: int) -> tuple
     return jnp.clip(table, 0, num_pages - 1), pages
 
 
-def gather_block(pool: jax.Array, ids: jax.Array) -> jax.Array:
-    """Pages `ids` [rows, pages] of `pool` [P, page_size, K, D] -> [rows, pages * page_size, K * D] float32."""
+def gather_block(pool: jax.Array, ids: jax.Array, scales: jax.Array | None = None) -> jax.Array:
+    """Pages `ids` [rows, pages] of `pool` [P, page_size, K, D] -> [rows, pages * page_size, K * D] float32.
+
+    `scales` [P, page_size, K] are what the numbers are to be multiplied by.
+    """
     num_pages, page_size, kv_heads, dim = pool.shape
     flat = pool.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
-    return flat.reshape(-1, ids.shape[1] * page_size, kv_heads * dim).astype(jnp.float32)
+    block = flat.reshape(-1, ids.shape[1] * page_size, kv_heads * dim).astype(jnp.float32)
+    if scales is None:
+        return block
+    factors = scales.reshape(num_pages, -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
+    return block * jnp.repeat(factors.reshape(*block.shape[:2], kv_heads), dim, axis=-1)
+
+
+def cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Scores bent towards +- `soft_cap` (Gemma 2)."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def normalise(carry: Carry) -> tuple[jax.Array, jax.Array]:
+    """Output [..., D] and base-2 log-sum-exp [...] of what has been attended to: zeros and -inf of nothing."""
+    top, norm, out = carry
+    safe = jnp.where(norm > 0, norm, 1.0)
+    return out / safe[..., None], jnp.where(norm > 0, (top + jnp.log(safe)) * LOG2_E, -jnp.inf)
 
 
 def over_blocks(num_blocks: jax.Array, attend_block: Callable[[int, jax.Array, Carry], Carry], carry: Carry) -> Carry:

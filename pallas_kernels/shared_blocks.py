@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import LEAST, MASKED, Carry, gather_block, whole_blocks
+from pallas_kernels.blocks import LEAST, MASKED, Carry, cap, gather_block, whole_blocks
 
 FEWEST_SHARERS = 3
 """Rows for which one matmul for all costs less than one for each."""
@@ -55,7 +55,15 @@ def shared_blocks(page_table: jax.Array, lengths: jax.Array, page_size: int, num
     )
 
 
-def attend_shared(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, shared: SharedBlocks) -> Carry:
+def attend_shared(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    shared: SharedBlocks,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    soft_cap: float | None,
+) -> Carry:
     """Scaled queries `q` [S, H, D] float32 over the shared blocks of their rows.
 
     Returns the running maximum [S, H], the sum of weights [S, H] and the weighted sum of values [S, H, D] to go on
@@ -74,8 +82,9 @@ def attend_shared(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, shared: 
         def attend_block(i: jax.Array, carry: Carry) -> Carry:
             top, norm, out = carry  # [K, S * G], [K, S * G], [K, S * G, D]
             ids = shared.pages[i][None]
-            k, v = (gather_block(pool, ids).reshape(-1, kv_heads, dim) for pool in (k_pages, v_pages))
-            scores = jnp.einsum("kmd,bkd->kmb", by_head, k)
+            k = gather_block(k_pages, ids, k_scale).reshape(-1, kv_heads, dim)
+            v = gather_block(v_pages, ids, v_scale).reshape(-1, kv_heads, dim)
+            scores = cap(jnp.einsum("kmd,bkd->kmb", by_head, k), soft_cap)
             scores = jnp.where(jnp.repeat(shared.members[i], group)[None, :, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             shrink = jnp.exp(top - new_top)

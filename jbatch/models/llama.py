@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jbatch.config import UserError
 from jbatch.core.model import Batch, Forward, Params
 from jbatch.core.state import KVPages
 from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
+from pallas_kernels.dispatch import mode
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
@@ -84,25 +86,25 @@ class LlamaLayer(nnx.Module):
         qkv = linear(x, self.qkv[...]).reshape(x.shape[0], heads + 2 * kv_heads, dim)
         qk = rotate(qkv[:, : heads + kv_heads], angles)
         q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-        k_pages, v_pages = kv_write(k, v, k_pages, v_pages, batch.page, batch.offset)
+        with jax.named_scope("attention"):
+            k_pages, v_pages = kv_write(k, v, k_pages, v_pages, batch.page, batch.offset)
+            mixed = attend(q, k_pages, v_pages, batch, shared)
+        return linear(mixed.reshape(x.shape[0], -1), self.out[...]), k_pages, v_pages
 
-        rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
-        scale = dim**-0.5
-        table, lengths = batch.decode_table, batch.decode_lengths
-        parts = [paged_decode(q[:rows], k_pages, v_pages, table, lengths, scale=scale, shared=shared)]
-        if chunks:
-            chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
-            mixed = paged_prefill(
-                chunk_q,
-                k_pages,
-                v_pages,
-                batch.chunk_table,
-                batch.chunk_start,
-                batch.chunk_lengths,
-                scale=scale,
-            )
-            parts.append(mixed.reshape(-1, heads, dim))
-        return linear(jnp.concatenate(parts).reshape(x.shape[0], -1), self.out[...]), k_pages, v_pages
+
+def attend(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: Batch, shared: SharedBlocks) -> jax.Array:
+    """Queries [T, H, D] of all rows over the pages of their requests -> [T, H, D]."""
+    rows, chunks = batch.decode_lengths.shape[0], batch.chunk_lengths.shape[0]
+    heads, dim = q.shape[1:]
+    scale = dim**-0.5
+    table, lengths = batch.decode_table, batch.decode_lengths
+    decoded, _ = paged_decode(q[:rows], k_pages, v_pages, table, lengths, shared=shared, scale=scale)
+    if not chunks:
+        return decoded
+    chunk_q = q[rows:].reshape(chunks, -1, heads, dim)
+    table, start, lengths = batch.chunk_table, batch.chunk_start, batch.chunk_lengths
+    prefilled, _ = paged_prefill(chunk_q, k_pages, v_pages, table, start, lengths, scale=scale)
+    return jnp.concatenate([decoded, prefilled.reshape(-1, heads, dim)])
 
 
 class Llama(nnx.Module):
@@ -134,7 +136,14 @@ class Llama(nnx.Module):
 
 
 def make_forward(config: LlamaConfig) -> Forward:
-    """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state."""
+    """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state.
+
+    Raises `UserError` where the environment asks for kernels of an unknown kind.
+    """
+    try:
+        mode()
+    except ValueError as error:
+        raise UserError(str(error)) from None
     graph = nnx.split(nnx.eval_shape(lambda: Llama(config)))[0]
 
     def forward(params: Params, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:
