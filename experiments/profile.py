@@ -14,7 +14,6 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,10 @@ from experiments.report import RESULTS, run, save_plot, say, settings_of, table,
 from jbatch.config import DEFAULT_MODEL, Bucket, EngineConfig
 from jbatch.core.inbox import InboxBuilder
 from jbatch.core.model import Model
+from jbatch.core.state import init_state
 from jbatch.core.step import step
 from jbatch.models.load import load_model
+from jbatch.programs import keep_compiled_programs
 
 EDGE = 1.3
 """Most that one row more may cost, at the edge of a bucket."""
@@ -60,34 +61,23 @@ class Settings:
     """Folder for the JSON and the plot."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A compiled step, and how long it takes."""
-
-    seconds: float
-    again: Callable[[], None]
-    """Runs it once more."""
-    text: str
-    """Its compiled program."""
-
-
 def main(settings: Settings) -> None:
     """Times, splits, plots and writes."""
     if settings.quick:
         settings = replace(settings, running=8, contexts=(128,), parts=(8,), repeats=5)
     loaded = load_model(settings.model, report=say)
-    model = loaded.for_engine()
-    config = replace(EngineConfig(), max_running=settings.running, max_slots=settings.running)
+    config = replace(EngineConfig(), max_running=settings.running)
     prompts = chat_prompts(loaded.tokenizer, settings.running)
-    buckets = [bucket for bucket in config.buckets if not bucket.chunks]
+    keep_compiled_programs()
     rows: list[dict[str, float]] = []
     splits: list[dict[str, Any]] = []
-    for context in settings.contexts:
-        for bucket in buckets:
-            cut = [(prompt * context)[:context] for prompt in prompts[: bucket.decode]]
-            timed = time_step(model, config, bucket, cut, settings.repeats)
-            say(f"{bucket.decode} decode rows of {context} tokens: {timed.seconds * 1e3:.1f} ms")
-            rows.append({"context": context, "decode rows": bucket.decode, "ms": timed.seconds * 1e3})
+    for bucket in (bucket for bucket in config.buckets if not bucket.chunks):
+        timed = Step(loaded.for_engine(), config, bucket)
+        for context in settings.contexts:
+            timed.fill([(prompt * context)[:context] for prompt in prompts[: bucket.decode]])
+            seconds = median(timed.run() for _ in range(settings.repeats))
+            say(f"{bucket.decode} decode rows of {context} tokens: {seconds * 1e3:.1f} ms")
+            rows.append({"context": context, "decode rows": bucket.decode, "ms": seconds * 1e3})
             if context == settings.contexts[0] and bucket.decode in settings.parts:
                 splits.append({"decode rows": bucket.decode, **split(timed)})
     write_json(settings.out / "profile.json", {"settings": settings_of(settings), "steps": rows, "parts": splits})
@@ -97,33 +87,35 @@ def main(settings: Settings) -> None:
     print("\n" + verdict(rows))
 
 
-def time_step(
-    model: Model, config: EngineConfig, bucket: Bucket, prompts: list[tuple[int, ...]], repeats: int
-) -> Timed:
-    """The step of `bucket` with a slot for each of `prompts`, all computed."""
-    state = prefilled(config, model.init_kv(config.num_pages, config.page_size), prompts)
-    inbox = jnp.asarray(InboxBuilder(config).buffer)
-    whole = partial(step, forward=model.forward, config=config, bucket=bucket)
-    program = jax.jit(whole, donate_argnums=1).lower(model.params, state, inbox).compile()
-    seconds: list[float] = []
-    held = [state]
+class Step:
+    """The step of one bucket, compiled as the engine compiles it."""
 
-    def again() -> None:
+    def __init__(self, model: Model, config: EngineConfig, bucket: Bucket) -> None:
+        self._model, self._config = model, config
+        self._inbox = jnp.asarray(InboxBuilder(config).buffer)
+        self._state = init_state(config, model.init_kv(config.num_pages, config.page_size))
+        whole = partial(step, forward=model.forward, config=config, bucket=bucket)
+        self._program = jax.jit(whole, donate_argnums=1).lower(model.params, self._state, self._inbox).compile()
+        self.text = self._program.as_text() or ""
+
+    def fill(self, prompts: list[tuple[int, ...]]) -> None:
+        """Begins anew with a slot for each prompt, computed; and runs once."""
+        self._state = prefilled(self._config, self._state.kv, prompts)
+        self.run()
+
+    def run(self) -> float:
+        """Seconds of one step."""
         begun = time.perf_counter()
-        held[0], outbox = program(model.params, held[0], inbox)
+        self._state, outbox = self._program(self._model.params, self._state, self._inbox)
         outbox.block_until_ready()
-        seconds.append(time.perf_counter() - begun)
-
-    for _ in range(repeats + 1):
-        again()
-    return Timed(median(seconds[1:]), again, program.as_text())
+        return time.perf_counter() - begun
 
 
-def split(timed: Timed) -> dict[str, str]:
+def split(timed: Step) -> dict[str, str]:
     """Milliseconds of one step by part, and the share of sampling and schedule."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            timed.again()
+            timed.run()
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     part_of = {name: _part(scope) for name, scope in re.findall(r"%?([\w.-]+) = .*op_name=\"([^\"]*)\"", timed.text)}

@@ -14,7 +14,7 @@ from jbatch.config import Bucket, EngineConfig, cache_dir
 Program = Callable[..., Any]
 
 
-def _keep_compiled_programs() -> None:
+def keep_compiled_programs() -> None:
     """Lets the next start take compiled programs from the user's cache directory, unless JAX has one set already."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
@@ -36,7 +36,7 @@ class Programs:
 
     def start(self) -> None:
         """Compiles the largest bucket, which serves any demand, then starts on the others in the background."""
-        _keep_compiled_programs()
+        keep_compiled_programs()
         self._compile(self._config.largest_bucket)
         self._thread.start()
 

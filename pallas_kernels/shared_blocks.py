@@ -21,7 +21,7 @@ FEWEST_SHARERS = 3
 class SharedBlocks(NamedTuple):
     """Which blocks the rows [S] of a page table share, and what is left of each row. At most W blocks."""
 
-    count: jax.Array  # int32, shared blocks
+    num_blocks: jax.Array  # int32
     pages: jax.Array  # [W, pages] int32, their pages
     members: jax.Array  # [W, S] bool, rows that hold them
     tail_table: jax.Array  # [S, N] int32, the rows' pages behind their last shared block
@@ -47,7 +47,7 @@ def shared_blocks(page_table: jax.Array, lengths: jax.Array, page_size: int, num
     depth = jnp.sum(shared, axis=1, dtype=jnp.int32)
     column = depth[:, None] * pages + jnp.arange(table.shape[1], dtype=jnp.int32)
     return SharedBlocks(
-        count=jnp.sum(leads, dtype=jnp.int32),
+        num_blocks=jnp.sum(leads, dtype=jnp.int32),
         pages=table.reshape(rows, blocks, pages)[row, block],
         members=same[row, :, block],
         tail_table=jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), axis=1),
@@ -94,11 +94,11 @@ def attend_shared(
 
         shape = by_head.shape[:2]
         first = jnp.full(shape, LEAST), jnp.zeros(shape), jnp.zeros(by_head.shape)
-        top, norm, out = lax.fori_loop(0, shared.count, attend_block, first)
+        top, norm, out = lax.fori_loop(0, shared.num_blocks, attend_block, first)
 
         def by_row(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(kv_heads, rows, group, *x.shape[2:]), 0, 1).reshape(rows, heads, *x.shape[2:])
 
         return by_row(top), by_row(norm), by_row(out)
 
-    return lax.cond(shared.count > 0, attend, start)
+    return lax.cond(shared.num_blocks > 0, attend, start)

@@ -121,7 +121,7 @@ def decode_shared(problem: Problem) -> tuple[np.ndarray, int]:
     p = problem
     shared = _shared(p.page_table, p.lengths, p.k_pages.shape[1], p.k_pages.shape[0])
     out, _ = _decode(p.q[:, 0], p.k_pages, p.v_pages, p.page_table, p.lengths, scale=p.scale, shared=shared)
-    return np.asarray(out, np.float64)[:, None], int(shared.count)
+    return np.asarray(out, np.float64)[:, None], int(shared.num_blocks)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
