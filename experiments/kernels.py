@@ -138,6 +138,7 @@ def kernel_cases() -> dict[str, tuple[Any, list[jax.ShapeDtypeStruct]]]:
         "prefill_llama_64x16": _prefill_case(llama, 64, 16),
         "prefill_gemma_8x512": _prefill_case(gemma, 8, 512),
         "write_llama_256": _write_case(llama, 256),
+        "write_llama_256_float8": _write_case(llama, 256, "float8_e4m3fn"),
         "write_llama_256_int8": _int8_write_case(llama, 256),
     }
 
@@ -183,8 +184,8 @@ def _int8_write_case(model: HeadShape, tokens: int) -> tuple[Any, list[jax.Shape
     return partial(kv_write_int8), [new, new, pages, pages, scales, scales, page, offset]
 
 
-def _write_case(model: HeadShape, tokens: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    pages, new = _pages(model, "bfloat16"), _array(tokens, model.kv_heads, model.dim, dtype="bfloat16")
+def _write_case(model: HeadShape, tokens: int, pages_dtype: str = "bfloat16") -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    pages, new = _pages(model, pages_dtype), _array(tokens, model.kv_heads, model.dim, dtype="bfloat16")
     return partial(kv_write), [new, new, pages, pages, _array(tokens), _array(tokens)]
 
 
