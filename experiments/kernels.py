@@ -28,7 +28,7 @@ from experiments import kernel_timing as timing
 from experiments.h200 import compile_for_h200, environment, fetch_plugin, launches
 from experiments.report import RESULTS, run, save_plot, say, settings_of, table, write_json
 from jbatch.config import UserError
-from pallas_kernels.kv_write.triton import kv_write
+from pallas_kernels.kv_write.triton import kv_write, kv_write_int8
 from pallas_kernels.paged_decode.triton import paged_decode
 from pallas_kernels.paged_prefill.triton import paged_prefill
 from pallas_kernels.shapes import MODELS, HeadShape
@@ -110,6 +110,7 @@ def describe() -> None:
             }
             for name in kernel_cases()
             for launch in launches(dump, name)
+            if launch.kind == "CustomKernel"
         ]
     print(f"No GPU here; compiled for an H200 with jax {jax.__version__}.\n\n{table(rows)}")
 
@@ -118,7 +119,8 @@ def compile_kernels() -> None:
     """Compiles every case; XLA leaves what it made in the folder it was told of."""
     for name, (function, args) in kernel_cases().items():
         function.__name__ = name
-        compile_for_h200(function, *args)
+        kept = range(2, len(args) - 2) if name.startswith("write") else ()
+        compile_for_h200(function, *args, donate=tuple(kept))
 
 
 def kernel_cases() -> dict[str, tuple[Any, list[jax.ShapeDtypeStruct]]]:
@@ -128,12 +130,16 @@ def kernel_cases() -> dict[str, tuple[Any, list[jax.ShapeDtypeStruct]]]:
         "decode_llama_64": _decode_case(llama, 64),
         "decode_llama_256": _decode_case(llama, 256),
         "decode_llama_256_float32": _decode_case(llama, 256, "float32"),
+        "decode_llama_256_float8": _decode_case(llama, 256, "bfloat16", "float8_e4m3fn"),
+        "decode_llama_256_int8": _int8_case(llama, 256),
         "decode_qwen_64": _decode_case(qwen, 64),
         "decode_gemma_64": _decode_case(gemma, 64),
         "prefill_llama_8x512": _prefill_case(llama, 8, 512),
         "prefill_llama_64x16": _prefill_case(llama, 64, 16),
         "prefill_gemma_8x512": _prefill_case(gemma, 8, 512),
         "write_llama_256": _write_case(llama, 256),
+        "write_llama_256_float8": _write_case(llama, 256, "float8_e4m3fn"),
+        "write_llama_256_int8": _int8_write_case(llama, 256),
     }
 
 
@@ -149,9 +155,21 @@ def _pages(model: HeadShape, dtype: str) -> jax.ShapeDtypeStruct:
     return _array(4096, model.page_size, model.kv_heads, model.dim, dtype=dtype)
 
 
-def _decode_case(model: HeadShape, rows: int, dtype: str = "bfloat16") -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    pages, q = _pages(model, dtype), _array(rows, model.heads, model.dim, dtype=dtype)
+def _decode_case(
+    model: HeadShape, rows: int, dtype: str = "bfloat16", pages_dtype: str | None = None
+) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    pages, q = _pages(model, pages_dtype or dtype), _array(rows, model.heads, model.dim, dtype=dtype)
     return _attention(paged_decode, model), [q, pages, pages, _array(rows, 512), _array(rows)]
+
+
+def _int8_case(model: HeadShape, rows: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    function, args = _decode_case(model, rows, "bfloat16", "int8")
+    scales = _array(*args[1].shape[:3], dtype="float32")
+
+    def decode(*args: Any) -> Any:
+        return function(*args[:5], None, *args[5:])
+
+    return decode, [*args, scales, scales]
 
 
 def _prefill_case(model: HeadShape, chunks: int, queries: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -159,8 +177,15 @@ def _prefill_case(model: HeadShape, chunks: int, queries: int) -> tuple[Any, lis
     return _attention(paged_prefill, model), [q, pages, pages, _array(chunks, 512), _array(chunks), _array(chunks)]
 
 
-def _write_case(model: HeadShape, tokens: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    pages, new = _pages(model, "bfloat16"), _array(tokens, model.kv_heads, model.dim, dtype="bfloat16")
+def _int8_write_case(model: HeadShape, tokens: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    _, (new, _, _, _, page, offset) = _write_case(model, tokens)
+    pages = _pages(model, "int8")
+    scales = _array(*pages.shape[:3], dtype="float32")
+    return partial(kv_write_int8), [new, new, pages, pages, scales, scales, page, offset]
+
+
+def _write_case(model: HeadShape, tokens: int, pages_dtype: str = "bfloat16") -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    pages, new = _pages(model, pages_dtype), _array(tokens, model.kv_heads, model.dim, dtype="bfloat16")
     return partial(kv_write), [new, new, pages, pages, _array(tokens), _array(tokens)]
 
 

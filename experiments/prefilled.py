@@ -8,9 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jbatch.config import Bucket, EngineConfig
+from jbatch.config import Bucket, EngineConfig, UserError
 from jbatch.core.inbox import InboxBuilder, Placement
-from jbatch.core.state import EngineState, KVPages, init_state
+from jbatch.core.state import EngineState, KVPages, Phase, init_state
 from jbatch.core.step import begin, commit, make_batch
 from jbatch.request import Request, SamplingParams
 
@@ -40,4 +40,7 @@ def prefilled(config: EngineConfig, kv: KVPages, prompts: list[tuple[int, ...]])
             slot, request = todo.pop(0)
             inbox.admit(request, Placement(slot, arrival=slot, limit=len(request.prompt) + sampling.max_tokens))
         state, _ = run(state, jnp.asarray(inbox.buffer))
+    ready = jnp.sum((state.slots.phase == Phase.RUNNING) & (state.slots.length - state.slots.computed == 1))
+    if ready < len(prompts):
+        raise UserError(f"{config.num_pages} pages are too few for {len(prompts)} slots of {len(prompts[0])} tokens")
     return replace(state, kv=kv)

@@ -49,7 +49,7 @@ class Settings:
     """Name, path or hub id of the model."""
     running: int = 64
     """Most decode rows."""
-    contexts: tuple[int, ...] = (128, 384, 768)
+    contexts: tuple[int, ...] = (128, 256, 384)
     """Tokens each slot holds at first."""
     parts: tuple[int, ...] = (1, 8, 32, 64)
     """Decode rows of the steps that are split, at the first context."""

@@ -33,10 +33,6 @@ class Bucket(NamedTuple):
     """Prefill rows, `chunk_size` tokens each."""
 
 
-_MANY_ROWS = 16
-"""From so many decode rows on, a step takes nearly as long as it has rows."""
-
-
 def _powers_of_two(last: int) -> list[int]:
     """1, 2, 4, ... up to the first that is at least `last`."""
     powers = [1]
@@ -111,15 +107,13 @@ class EngineConfig:
     def buckets(self) -> tuple[Bucket, ...]:
         """Every step shape the engine may compile, smallest work first.
 
-        Steps without prefill come in all powers of two of decode rows, and in one and a half times those where a step
-        takes nearly twice as long for twice the rows. Steps with prefill come in fewer shapes: an idle row is cheap
-        beside a chunk, and every shape costs seconds to compile.
+        Steps without prefill come in all powers of two of decode rows, steps with prefill in fewer shapes: an idle
+        row is cheap beside a chunk, and every shape costs seconds to compile.
         """
         rows, chunks = _powers_of_two(self.max_running), _powers_of_two(self.max_chunks)
         few, half, all_ = rows[max(0, len(rows) - 4)], rows[max(0, len(rows) - 2)], rows[-1]
         mixed = [Bucket(r, c) for r in {few, half, all_} for c in chunks]
-        between = [3 * r // 2 for r in rows if _MANY_ROWS <= r < rows[-1]]
-        return tuple(sorted([Bucket(r, 0) for r in rows + between] + mixed, key=self.rows))
+        return tuple(sorted([Bucket(r, 0) for r in rows] + mixed, key=self.rows))
 
     def rows(self, bucket: Bucket) -> int:
         """Token rows a step of this shape computes."""

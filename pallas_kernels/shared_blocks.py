@@ -85,11 +85,13 @@ def attend_shared(
             k = gather_block(k_pages, ids, k_scale).reshape(-1, kv_heads, dim)
             v = gather_block(v_pages, ids, v_scale).reshape(-1, kv_heads, dim)
             scores = cap(jnp.einsum("kmd,bkd->kmb", by_head, k), soft_cap)
-            scores = jnp.where(jnp.repeat(shared.members[i], group)[None, :, None], scores, MASKED)
+            member = jnp.repeat(shared.members[i], group)[None, :, None]
+            scores = jnp.where(member, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             shrink = jnp.exp(top - new_top)
             weights = jnp.exp(scores - new_top[..., None])
-            mixed = jnp.einsum("kmb,bkd->kmd", weights, v)
+            # A weight of 0 does not keep out what is not a number: rows that do not hold the block must not see it.
+            mixed = jnp.where(member, jnp.einsum("kmb,bkd->kmd", weights, v), 0.0)
             return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
         shape = by_head.shape[:2]

@@ -65,7 +65,8 @@ class Pages:
         """[tokens, D] of keys or values; zeros for tokens that may not be read, whatever their pages hold."""
         mask = self._readable(at)[:, None] & (dims < ref.shape[3])[None]
         offset = (at % ref.shape[1])[:, None]
-        return plt.load(ref.at[ids[:, None], offset, self.head, dims[None]], mask=mask, other=0.0)
+        zero = 0 if ref.dtype == jnp.int8 else 0.0
+        return plt.load(ref.at[ids[:, None], offset, self.head, dims[None]], mask=mask, other=zero)
 
     def scales(self, ref: Any, ids: jax.Array, at: jax.Array) -> jax.Array:
         """[tokens] float32."""

@@ -63,9 +63,13 @@ def test_a_request_may_be_given_twice_at_once(engine: Engine, alone: list[Comple
     assert_same(engine.generate([REQUESTS[1]] * 12), [alone[1]] * 12)
 
 
-def test_shared_prefixes_change_no_tokens(engine: Engine) -> None:
-    """At once, then again when all is cached, then with the answers as part of the prompts."""
-    common = tuple(range(20, 68))
+@pytest.mark.parametrize("shared", [48, 136])
+def test_shared_prefixes_change_no_tokens(engine: Engine, shared: int) -> None:
+    """At once, then again when all is cached, then with the answers as part of the prompts.
+
+    From 64 tokens on decode rows attend together to what they share.
+    """
+    common = tuple(20 + i % 47 for i in range(shared))
     requests = [Request((*common, 70 + i, 71), SamplingParams(temperature=0, max_tokens=8 + i)) for i in range(16)]
     with serving(sizes(prefix_caching=False)) as plain:
         expected = plain.generate(requests)
@@ -75,12 +79,12 @@ def test_shared_prefixes_change_no_tokens(engine: Engine) -> None:
     before = engine.snapshot()
     assert_same(engine.generate(requests), expected)
     once = engine.snapshot()
-    assert once.prefill_tokens - before.prefill_tokens == 48 + 16 * 2
-    assert once.prefix_queries - before.prefix_queries == 16 * 50
-    assert once.prefix_hits - before.prefix_hits == 15 * 48
+    assert once.prefill_tokens - before.prefill_tokens == shared + 16 * 2
+    assert once.prefix_queries - before.prefix_queries == 16 * (shared + 2)
+    assert once.prefix_hits - before.prefix_hits == 15 * shared
     assert_same(engine.generate(requests), expected)
     assert_same(engine.generate(second), expected_second)
-    assert engine.snapshot().prefix_hits - once.prefix_hits > 2 * 16 * 48
+    assert engine.snapshot().prefix_hits - once.prefix_hits > 2 * 16 * shared
 
 
 def test_a_salt_keeps_a_prefix_to_its_owner(engine: Engine) -> None:

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 LARGEST = 127.0
 """Of 8-bit integers, the same on both sides of zero."""
 
+LARGEST_FLOAT8 = 448.0
+"""Of 8-bit floats with four bits of exponent."""
+
 LEAST_FACTOR = 1e-30
 """So that zeros are divided by something."""
 
@@ -24,7 +27,7 @@ def kv_write(
     page = jnp.where(page < 0, k_pages.shape[0], page)  # past the end: dropped
 
     def write(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.at[page, offset].set(new.astype(pages.dtype), mode="drop", unique_indices=True)
+        return pages.at[page, offset].set(stored(new, pages.dtype), mode="drop", unique_indices=True)
 
     return write(k_pages, k_new), write(v_pages, v_new)
 
@@ -50,6 +53,13 @@ def kv_write_int8(
     k_pages, k_scale = write(k_pages, k_scale, k_new)
     v_pages, v_scale = write(v_pages, v_scale, v_new)
     return k_pages, v_pages, k_scale, v_scale
+
+
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x` as pages of `dtype` hold it: to 8-bit floats, which have no infinity, large numbers become the largest."""
+    if dtype == jnp.float8_e4m3fn:
+        x = jnp.clip(x, -LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return x.astype(dtype)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kv_write.reference import quantise
+from pallas_kernels.kv_write.reference import quantise, stored
 from pallas_kernels.tiles import power_of_two
 
 
@@ -79,7 +79,7 @@ def _kernel(
     head, dims, inside = _places(k_ref.shape)
     for new_ref, pages_ref in ((k_new_ref, k_ref), (v_new_ref, v_ref)):
         new = plt.load(new_ref.at[token, head, dims], mask=inside, other=0.0)
-        plt.store(pages_ref.at[page, offset, head, dims], new.astype(pages_ref.dtype), mask=inside & written)
+        plt.store(pages_ref.at[page, offset, head, dims], stored(new, pages_ref.dtype), mask=inside & written)
 
 
 def _int8_kernel(*refs: Any) -> None:

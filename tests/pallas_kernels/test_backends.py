@@ -198,3 +198,12 @@ def test_write_8_bit_integers(backend: str) -> None:
         untouched = np.ones(shape[:2], bool)
         untouched[page[page >= 0], offset[page >= 0]] = False
         assert np.all(numbers[untouched] == 99) and np.all(factors[untouched] == 99)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_write_8_bit_floats(backend: str) -> None:
+    """What is too large becomes the largest number there is."""
+    new = np.float32([1000.0, -1000.0, 1.0625, 0.0] * 4).reshape(1, 1, 16)
+    pages = np.zeros((2, 8, 1, 16), jnp.float8_e4m3fn)
+    after, _ = call("kv_write", backend, new, new, pages, pages, np.int32([1]), np.int32([2]))
+    np.testing.assert_array_equal(after[1, 2, 0, :4].astype(np.float32), [448.0, -448.0, 1.0, 0.0])
