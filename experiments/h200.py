@@ -59,13 +59,16 @@ def fetch_plugin() -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as temp:
         wheels = [f"jax-cuda13-pjrt=={release}", f"jax-cuda13-plugin=={release}"]
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--disable-pip-version-check", "--target", f"{temp}/plugin", *wheels]
+        command += ["--disable-pip-version-check", "--retries", "1", "--target", f"{temp}/plugin", *wheels]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().splitlines() or ["no reason given"]
             raise UserError(f"pip could not fetch {' and '.join(wheels)}: {reason[-1]}")
-        with contextlib.suppress(OSError):  # another process was first
+        try:
             os.replace(f"{temp}/plugin", folder)
+        except OSError as error:
+            if not folder.exists():  # else another process was first
+                raise UserError(f"cannot keep the CUDA plugin in {folder} ({error.strerror})") from None
     return folder
 
 
@@ -74,7 +77,9 @@ def environment(plugin: Path, dump: Path) -> dict[str, str]:
     path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     # Nothing can be timed here, so nothing is tuned.
     flags = f"--xla_gpu_autotune_level=0 --xla_dump_to={dump}"
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": flags}
+    # A program from a cache would leave no dump.
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "JBATCH_KERNELS": "auto"}
+    return {**os.environ, **settings, "PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
 def abstract_gpu() -> contextlib.AbstractContextManager[Any]:

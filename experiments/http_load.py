@@ -20,7 +20,10 @@ from jbatch.tokenizer import Tokenizer
 
 
 class Texts:
-    """Endless real texts of exact numbers of tokens; no two begin alike, so that none is found in a cache."""
+    """Endless real texts of exact numbers of tokens; no two begin alike, so that none is found in a cache.
+
+    What a server puts before every prompt, such as a token for its beginning, comes on top.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +50,7 @@ class Texts:
         return list(itertools.islice(fitting, count))
 
     def _length(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special=True))
+        return len(self._tokenizer.encode(text))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def test_a_server_that_stalls_counts_against_requests_due_meanwhile():
 
     with fake(answer) as url:
         result = driven(url, Load("open", ["p", "q", "r"], 1, due=(0.0, 0.05, 0.1)))
-    assert sorted(line.ttft for line in result.timelines) == pytest.approx([0.2, 0.35, 0.5], abs=0.1)
+    waits = sorted(line.ttft for line in result.timelines)
+    assert all(wait > least for wait, least in zip(waits, (0.19, 0.34, 0.49), strict=True))
 
 
 def test_a_late_sender_counts_too():

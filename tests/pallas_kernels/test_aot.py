@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("aot")
     script = Path(__file__).with_name("aot_step.py")
     env = environment(plugin, folder)
-    env["PYTHONPATH"] += f":{ROOT}"
+    env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     command = [sys.executable, str(script), str(folder / "report.json"), str(folder)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -75,8 +75,9 @@ def test_what_no_kernel_takes_runs_as_plain_xla_and_is_told_once(
     ]
 
 
-def test_a_cpu_is_not_told_about_kernels_it_would_not_run(caplog: pytest.LogCaptureFixture) -> None:
-    lowered(paged_decode, dim=8)
+def test_a_cpu_is_not_told_about_kernels_it_would_not_run(set_mode: object, caplog: pytest.LogCaptureFixture) -> None:
+    set_mode("auto")
+    lowered(paged_decode, dim=9)
     assert not caplog.records
 
 
