@@ -69,7 +69,7 @@ def test_shared_prefixes_change_no_tokens(engine: Engine, shared: int) -> None:
 
     From 64 tokens on decode rows attend together to what they share.
     """
-    common = tuple(20 + i % 47 for i in range(shared))
+    common = tuple(20 + (shared + i) % 47 for i in range(shared))
     requests = [Request((*common, 70 + i, 71), SamplingParams(temperature=0, max_tokens=8 + i)) for i in range(16)]
     with serving(sizes(prefix_caching=False)) as plain:
         expected = plain.generate(requests)

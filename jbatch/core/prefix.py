@@ -89,7 +89,7 @@ def match(state: EngineState, order: jax.Array, config: EngineConfig) -> Matches
 
     end = (run + 1) * config.page_size
     wanted = jnp.take_along_axis(digests, jnp.minimum(run, num_pages - 1)[:, None, None], axis=1)[:, 0]
-    ahead = slots.digests[order][:, jnp.minimum(run, num_pages - 1)]  # [R, M, 2]
+    ahead = slots.digests[order[:, None], jnp.minimum(run, num_pages - 1)]  # [R, M, 2]
     computing = (slots.phase[order][:, None] != Phase.FREE) & (slots.computed[order][:, None] < end)
     computing &= slots.length[order][:, None] >= end
     earlier = jnp.arange(num_slots, dtype=jnp.int32)[:, None] < place
