@@ -35,12 +35,13 @@ class Texts:
 
     def cut(self, tokens: int) -> str:
         """The next text; cutting may change how a text's end is encoded, then the one after it is taken."""
-        while True:
+        for _ in range(1000):
             number = next(self._numbers)
             head, at = self._tokenizer.encode(f"{number}. "), number * 97 % self._period
             text = self._tokenizer.decode([*head, *self._ids[at : at + tokens - len(head)]])
             if self._length(text) == tokens:
                 return text
+        raise UserError(f"no text of {tokens} tokens is to be had with this tokenizer: ask for more of them")
 
     def over_prefix(self, count: int, prefix_tokens: int, tail_tokens: int) -> list[str]:
         """`count` texts that begin with the same text and end each in its own way."""
@@ -106,16 +107,17 @@ class Client:
         self._options: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
     async def begin(self) -> None:
-        """Asks for the model's name and a token, and leaves out options that the server refuses."""
-        self._options["model"] = await self._get_model()
-        for option in ("stream_options", "ignore_eos", ""):
+        """Asks for the model's name and a token, and leaves out options that the server refuses, as few as will do."""
+        wanted = {**self._options, "model": await self._get_model()}
+        optional = "ignore_eos", "stream_options"
+        for left_out in ((), optional[:1], optional[1:], optional):
+            self._options = {name: value for name, value in wanted.items() if name not in left_out}
             try:
                 await self.complete("Hello", 1, time.perf_counter(), LoadResult(0.0))
                 return
             except Refused as error:
-                if error.status not in (400, 422) or not option:
+                if error.status not in (400, 422) or left_out == optional:
                     raise
-                self._options.pop(option, None)
 
     async def _get_model(self) -> str:
         try:

@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_kernels.blocks import LEAST, MASKED, Carry, cap, gather_block, normalise, over_blocks, whole_blocks
 from pallas_kernels.paged_prefill.reference import paged_prefill
-from pallas_kernels.shared_blocks import SharedBlocks, attend_shared
+from pallas_kernels.shared_blocks import FEWEST_SHARERS, SharedBlocks, attend_shared
 
 MAX_JOINED_HEADS = 4
 """Beyond so many KV heads the multiplications by zero cost more than they save."""
@@ -37,7 +37,8 @@ def paged_decode(
     the last so many tokens are seen, the row's own included; with a `soft_cap` scores are
     `soft_cap * tanh(score / soft_cap)`. A chunk of one token is the same computation as a decode row.
 
-    What rows share, according to `shared`, is attended to once for all of them; without a window and `skipped` only.
+    What rows share, according to `shared`, is attended to once for all of them: with few KV heads, and without a window
+    and `skipped`.
 
     With few KV heads all of them go through one matmul a row, the queries laid out block-diagonally: so many more
     multiplications by zero cost a CPU less than so many more tiny matmuls.
@@ -53,7 +54,7 @@ def paged_decode(
     scaled = q.astype(jnp.float32) * scale
     joined = (scaled[:, :, None] * own).reshape(rows, heads, kv_heads * dim)
     carry = jnp.full((rows, heads), LEAST), jnp.zeros((rows, heads)), jnp.zeros(q.shape)
-    if shared is not None and window is None and skipped is None:
+    if shared is not None and rows >= FEWEST_SHARERS and window is None and skipped is None:
         carry = attend_shared(scaled, k_pages, v_pages, shared, k_scale, v_scale, soft_cap)
         page_table, lengths = shared.tail_table, shared.tail_lengths
     table, pages = whole_blocks(page_table, page_size, num_pages)

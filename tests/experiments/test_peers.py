@@ -96,7 +96,9 @@ def test_a_late_sender_counts_too():
 @pytest.mark.parametrize("option", ["ignore_eos", "stream_options"])
 def test_an_option_that_a_server_refuses_is_left_out(option):
     with fake(generate, refused=option) as url:
-        assert len(driven(url, Load("1 at once", ["p"], 3, 1)).timelines[0].tokens) == 3
+        result = driven(url, Load("1 at once", ["p"], 3, 1))
+    assert len(result.timelines[0].tokens) == 3
+    assert bool(result.prompt_tokens) == (option != "stream_options")  # usage is asked for as long as it is given
 
 
 def test_an_answer_that_is_an_error_is_one_line():
