@@ -60,7 +60,8 @@ def shared_prefix_decode(
         soft_cap=soft_cap,
         out_dtype=FLOAT32,
     )
-    prefix = prefix.reshape(-1, heads, dim)[groups.place]
-    prefix_lse = prefix_lse.reshape(-1, heads)[groups.place]
-    prefix_lse = jnp.where((groups.place >= 0)[:, None], prefix_lse, -jnp.inf)
+    grouped = (groups.place >= 0)[:, None]
+    # A weight of 0 does not keep out what is not a number: a row of no group must see none of another's.
+    prefix = jnp.where(grouped[..., None], prefix.reshape(-1, heads, dim)[groups.place], 0.0)
+    prefix_lse = jnp.where(grouped, prefix_lse.reshape(-1, heads)[groups.place], -jnp.inf)
     return merge_states(jnp.stack([prefix, tail]), jnp.stack([prefix_lse, tail_lse]), out_dtype=q.dtype)

@@ -68,6 +68,20 @@ def test_blocks_suffice_for_any_sizes(sizes: list[int]) -> None:
     assert np.all(np.sort(groups.place[groups.place >= 0])[1:] > np.sort(groups.place[groups.place >= 0])[:-1])
 
 
+def test_what_is_not_a_number_stays_in_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last place of the last block is what rows of no group would read."""
+    monkeypatch.setattr(dispatch, "mode", lambda: "xla")
+    p = shared_problem()
+    rows, place, skipped = np.zeros((1, 16), np.int32), np.full(40, -1), np.zeros(40, np.int32)
+    groups = Groups(rows=rows, lengths=np.int32([16]), place=place, skipped=skipped)
+    p.v_pages[p.page_table[0, 0]] = np.nan
+    run = jax.jit(partial(shared_prefix_decode, scale=p.scale))
+    out, _ = run(p.q[:, 0], p.k_pages, p.v_pages, p.page_table, p.lengths, groups)
+    clean = ~np.any(np.isin(p.page_table, p.page_table[0, 0]), axis=1)
+    assert clean.sum() > 20
+    np.testing.assert_allclose(np.asarray(out)[clean][:, None], p.expected()[clean], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["xla", "interpret"])
 def test_the_result_is_that_of_plain_decode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "mode", lambda: mode)
