@@ -25,6 +25,11 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum, sum of weights, weighted sum of values; the first axis of each is the rows."""
 
 
+def nothing_seen(shape: tuple[int, ...], dim: int) -> Carry:
+    """The carry of queries `shape` with values of `dim` numbers, before the first block."""
+    return jnp.full(shape, LEAST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, dim), jnp.float32)
+
+
 def whole_blocks(page_table: jax.Array, page_size: int, num_pages: int) -> tuple[jax.Array, int]:
     """`page_table` [rows, N] padded to whole blocks, every entry some page's id; and the pages in a block."""
     pages = max(1, min(BLOCK_TOKENS // page_size, page_table.shape[1]))

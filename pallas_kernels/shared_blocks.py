@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import LEAST, MASKED, Carry, cap, gather_block, whole_blocks
+from pallas_kernels.blocks import MASKED, Carry, cap, gather_block, nothing_seen, whole_blocks
 
 FEWEST_SHARERS = 3
 """Rows for which one matmul for all costs less than one for each."""
@@ -73,9 +73,6 @@ def attend_shared(
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
 
-    def start() -> Carry:
-        return jnp.full((rows, heads), LEAST), jnp.zeros((rows, heads)), jnp.zeros(q.shape)
-
     def attend() -> Carry:
         by_head = q.reshape(rows, kv_heads, group, dim).transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, dim)
 
@@ -94,13 +91,12 @@ def attend_shared(
             mixed = jnp.where(member, jnp.einsum("kmb,bkd->kmd", weights, v), 0.0)
             return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
-        shape = by_head.shape[:2]
-        first = jnp.full(shape, LEAST), jnp.zeros(shape), jnp.zeros(by_head.shape)
-        top, norm, out = lax.fori_loop(0, shared.num_blocks, attend_block, first)
+        start = nothing_seen(by_head.shape[:2], dim)
+        top, norm, out = lax.fori_loop(0, shared.num_blocks, attend_block, start)
 
         def by_row(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(kv_heads, rows, group, *x.shape[2:]), 0, 1).reshape(rows, heads, *x.shape[2:])
 
         return by_row(top), by_row(norm), by_row(out)
 
-    return lax.cond(shared.num_blocks > 0, attend, start)
+    return lax.cond(shared.num_blocks > 0, attend, lambda: nothing_seen((rows, heads), dim))

@@ -7,7 +7,6 @@ does for contiguous keys and values. Scores are in base 2: `exp2` is one instruc
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-LOG2_E = math.log2(math.e)
-MASKED = -1e30
-LEAST = -1e29
-"""Where a running maximum starts: so far above a masked score that its weight is 0 even where nothing else is seen."""
+from pallas_kernels.blocks import LEAST, LOG2_E, MASKED
 
 TILE_BYTES = 16 * 1024
 """Keys of one tile: with values and three buffers of each, two programs share a multiprocessor's shared memory."""

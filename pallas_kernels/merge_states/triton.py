@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.tiles import LEAST, power_of_two
+from pallas_kernels.blocks import LEAST
+from pallas_kernels.tiles import power_of_two
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "interpret"))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import LEAST, MASKED, Carry, cap, gather_block, normalise, over_blocks, whole_blocks
+from pallas_kernels.blocks import MASKED, Carry, cap, gather_block, normalise, nothing_seen, over_blocks, whole_blocks
 from pallas_kernels.paged_prefill.reference import paged_prefill
 from pallas_kernels.shared_blocks import FEWEST_SHARERS, SharedBlocks, attend_shared
 
@@ -53,7 +53,7 @@ def paged_decode(
     own = jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), group, axis=0)[..., None]  # [H, K, 1]
     scaled = q.astype(jnp.float32) * scale
     joined = (scaled[:, :, None] * own).reshape(rows, heads, kv_heads * dim)
-    carry = jnp.full((rows, heads), LEAST), jnp.zeros((rows, heads)), jnp.zeros(q.shape)
+    carry = nothing_seen((rows, heads), dim)
     if shared is not None and rows >= FEWEST_SHARERS and window is None and skipped is None:
         carry = attend_shared(scaled, k_pages, v_pages, shared, k_scale, v_scale, soft_cap)
         page_table, lengths = shared.tail_table, shared.tail_lengths

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import LEAST, MASKED, Carry, cap, gather_block, normalise, over_blocks, whole_blocks
+from pallas_kernels.blocks import MASKED, Carry, cap, gather_block, normalise, nothing_seen, over_blocks, whole_blocks
 
 
 def paged_prefill(
@@ -76,9 +76,7 @@ def paged_prefill(
         mixed = jnp.einsum("ckmb,ckbd->ckmd", weights, values)
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
-    shape = q.shape[:-1]
-    top, norm = jnp.full(shape, LEAST, jnp.float32), jnp.zeros(shape, jnp.float32)
-    carry = (top, norm, jnp.zeros(q.shape, jnp.float32))
+    carry = nothing_seen(q.shape[:-1], dim)
     out, lse = normalise(over_blocks((lengths + block - 1) // block, attend_block, carry))
     out = out.reshape(rows, kv_heads, num_queries, group, dim).swapaxes(1, 2)
     lse = lse.reshape(rows, kv_heads, num_queries, group).swapaxes(1, 2)
