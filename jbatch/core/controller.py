@@ -72,11 +72,11 @@ def _learn_times(controller: Controller, header: Header, max_chunks: int) -> Con
     decodes, chunks = _float(header.step_decodes), _float(header.step_chunks)
     notch = _notch(jnp.maximum(header.step_decodes, 1))
     known, any_known = controller.decode_time[notch], jnp.any(controller.decode_time > 0)
-    measured = (header.step_us > 0) & (header.step_decodes > 0)
-    alone = measured & (header.step_chunks == 0)
+    timed = (header.step_us > 0) & (header.step_decodes > 0)
+    alone = timed & (header.step_chunks == 0)
     time = _float(header.step_us) / 1e3
-    foreseen = (known > 0) & (alone | (controller.chunk_time > 0))
-    time = jnp.where(foreseen, jnp.minimum(time, _OUTLIER * (known + chunks * controller.chunk_time)), time)
+    estimated = (known > 0) & (alone | (controller.chunk_time > 0))
+    time = jnp.where(estimated, jnp.minimum(time, _OUTLIER * (known + chunks * controller.chunk_time)), time)
 
     learned = jnp.where(known > 0, known + (time - known) / 16, time)
     at = jnp.arange(controller.decode_time.shape[0], dtype=jnp.int32)
@@ -93,13 +93,13 @@ def _learn_times(controller: Controller, header: Header, max_chunks: int) -> Con
     before = controller.chunk_time
     chunk_time = before + (added - chunks * before) / (4 * max_chunks)
     chunk_time = jnp.where(before > 0, chunk_time, added / jnp.maximum(chunks, 1.0))
-    weight = jnp.where(measured, 1 / 64, 0.0)
+    weight = jnp.where(timed, 1 / 64, 0.0)
     expected = _mean_time(controller, jnp.maximum(header.step_decodes, 1))
     compared = jnp.where(expected < _NEVER, weight, 0.0)
     return replace(
         controller,
         decode_time=jnp.where(alone, decode_time, controller.decode_time),
-        chunk_time=jnp.where(measured & ~alone & any_known, chunk_time, before),
+        chunk_time=jnp.where(timed & ~alone & any_known, chunk_time, before),
         decode_rows=controller.decode_rows + weight * (decodes - controller.decode_rows),
         chunk_rows=controller.chunk_rows + weight * (chunks - controller.chunk_rows),
         foreseen=controller.foreseen + compared * (expected * decodes - controller.foreseen),

@@ -147,7 +147,7 @@ class Controller:
     chunk_time: jax.Array  # float32, that a chunk row adds
     decode_rows: jax.Array  # float32, decode rows of a step, averaged over some
     chunk_rows: jax.Array  # float32, its chunk rows, averaged like those
-    foreseen: jax.Array  # float32, time of a step as foreseen times its decode rows, averaged like those
+    foreseen: jax.Array  # float32, milliseconds of a step as foreseen times its decode rows, averaged like those
     measured: jax.Array  # float32, the same with the time that it took
     arrivals: jax.Array  # float32, requests that come
     finishes: jax.Array  # float32, requests that end
