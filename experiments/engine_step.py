@@ -49,14 +49,15 @@ def random_weights(model: LlamaConfig) -> Any:
 
 def step_seconds(model: LlamaConfig, running: int, context: int, repeats: int = 20) -> float:
     """Seconds of a decode step of `running` requests that hold about `context` tokens each."""
-    page_size = EngineConfig.page_size
+    page_size, chunk_size, max_chunks = EngineConfig.page_size, 64, 8
+    grown = -(-running * context // (max_chunks * chunk_size)) + repeats + 8  # tokens, while the others' prompts go on
     config = EngineConfig(
         max_model_len=2 * context,
         max_running=running,
         max_slots=running,
-        num_pages=running * (context // page_size + 16) + 1,
-        chunk_size=64,
-        max_chunks=8,
+        num_pages=running * (-(-(context + grown) // page_size) + 1) + 1,
+        chunk_size=chunk_size,
+        max_chunks=max_chunks,
         prefix_caching=False,
     )
     rng = np.random.default_rng(0)

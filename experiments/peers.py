@@ -108,7 +108,7 @@ def make_loads(settings: Settings, texts: Texts, seed: int) -> Iterator[Load]:
     def prompts(count: int) -> list[str]:
         return [texts.cut(settings.prompt_tokens) for _ in range(count)]
 
-    most = max(*settings.concurrency, settings.fan_out)
+    most = max((*settings.concurrency, settings.fan_out, 1))
     yield Load("warm-up", prompts(most), WARM_UP_TOKENS, most)
     for clients in settings.concurrency:
         yield Load(f"{clients} at once", prompts(clients * settings.requests_each), settings.output_tokens, clients)

@@ -1,8 +1,9 @@
 """Where does a step's time go, and how does it grow? Times steps by bucket and context, and splits some into parts.
 
 Fills slots to a context, then repeats a bucket's step. A trace of XLA's operations splits it into matmul, attention,
-sampling and schedule; what is left of the wall clock is launching and waiting. Writes profile.json and profile.png:
-decode steps over rows at each context. The JSON's steps are what a simulator fits its step times to.
+sampling and schedule, as far as the trace names them; parts that run beside each other add up to more than the step.
+Writes profile.json and profile.png: decode steps over rows at each context. The JSON's steps are what a simulator fits
+its step times to.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from jbatch.programs import keep_compiled_programs
 EDGE = 1.3
 """Most that one row more may cost, at the edge of a bucket."""
 
-PARTS = ("matmul", "attention", "sampling", "schedule", "rest")
+PARTS = ("matmul", "attention", "sampling", "schedule", "rest", "untraced")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Decode steps by rows and context, steps with chunks, and the parts of some."""
+    """Decode steps by rows and context, and the parts of some."""
 
     model: str = DEFAULT_MODEL
     """Name, path or hub id of the model."""
@@ -115,7 +116,7 @@ def split(timed: Step) -> dict[str, str]:
     """Milliseconds of one step by part, and the share of sampling and schedule."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            timed.run()
+            step_ms = 1e3 * timed.run()
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     part_of = {name: _part(scope) for name, scope in re.findall(r"%?([\w.-]+) = .*op_name=\"([^\"]*)\"", timed.text)}
@@ -123,8 +124,8 @@ def split(timed: Step) -> dict[str, str]:
     for name, milliseconds in _own_time(events):
         if name in part_of:
             spent[part_of[name]] += milliseconds
-    total = sum(spent.values())
-    shares = (spent["sampling"] + spent["schedule"]) / total if total else 0.0
+    spent["untraced"] = max(0.0, step_ms - sum(spent.values()))
+    shares = (spent["sampling"] + spent["schedule"]) / sum(spent.values())
     return {part: f"{spent[part]:.2f}" for part in PARTS} | {"schedule + sampling": f"{shares:.1%}"}
 
 
@@ -161,7 +162,7 @@ def verdict(rows: list[dict[str, float]]) -> str:
     lines = []
     for context in sorted({row["context"] for row in rows}):
         steps = [(row["decode rows"], row["ms"]) for row in rows if row["context"] == context]
-        ratio, rows_before = max((b[1] / a[1], a[0]) for a, b in itertools.pairwise(steps))
+        ratio, rows_before = max(((b[1] / a[1], a[0]) for a, b in itertools.pairwise(steps)), default=(1.0, 0))
         holds = "holds" if ratio <= EDGE else "does not hold"
         lines.append(
             f"At {context:.0f} tokens one row more costs {ratio:.2f} times the step at most, behind {rows_before:.0f} "
