@@ -96,22 +96,34 @@ class Cache:
         }
 
 
-def correctness() -> list[Row]:
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+"""Relative norm of the difference from the reference that is allowed."""
+
+
+def correctness(
+    models: Sequence[str] = tuple(MODELS), rows: int = 16, length: int = 1024, interpret: bool = False
+) -> list[Row]:
     """Relative norm of the difference from the reference in float32, on lengths of all kinds; poison is not read."""
-    rows = []
-    for name, dtype in itertools.product(MODELS, ("bfloat16", "float16", "float32")):
-        cache = Cache(MODELS[name], 16, 1024, jnp.dtype(dtype), least=0)
-        lengths = jnp.asarray(np.random.default_rng(2).integers(0, 1025, 16), jnp.int32)
-        k, v = (_poison(pages, np.asarray(lengths), np.asarray(cache.tables[0])) for pages in (cache.k, cache.v))
-        pairs = {
-            "paged_decode": _decoded(cache, k, v, lengths),
-            "paged_prefill": _prefilled(cache, k, v, lengths),
-            "kv_write": _written(cache, k, v),
-        }
+    results = []
+    for name, dtype in itertools.product(models, LIMITS):
+        cache = Cache(MODELS[name], rows, length, jnp.dtype(dtype), least=0)
+        lengths = jnp.asarray(np.random.default_rng(2).integers(0, length + 1, rows), jnp.int32)
+        used = _used(cache, np.asarray(lengths), np.asarray(cache.tables[0]))
+        k, v = (jnp.where(used, pages, jnp.nan) for pages in (cache.k, cache.v))
+        with jax.default_matmul_precision("highest"):
+            pairs = {
+                "paged_decode": _decoded(cache, k, v, lengths, interpret),
+                "paged_decode, int8": _decoded_int8(cache, used, lengths, interpret),
+                "paged_prefill": _prefilled(cache, k, v, lengths, interpret),
+                "kv_write": _written(cache, k, v, interpret),
+            }
+            if cache.model.window is None:
+                pairs["shared_prefix"] = _shared(cache, length, interpret)
         for operation, (got, wanted) in pairs.items():
             error = _error(got, wanted)
-            rows.append({"operation": operation, "model": name, "dtype": dtype, "error": error, "holds": error < 1e-2})
-    return rows
+            holds = error < LIMITS[dtype]
+            results.append({"operation": operation, "model": name, "dtype": dtype, "error": error, "holds": holds})
+    return results
 
 
 def _error(got: jax.Array, wanted: jax.Array) -> float:
@@ -120,41 +132,73 @@ def _error(got: jax.Array, wanted: jax.Array) -> float:
     return float(np.linalg.norm(left - right) / np.linalg.norm(right))
 
 
-def _decoded(cache: Cache, k: jax.Array, v: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, table = cache.queries(16), cache.tables[0]
+def _used(cache: Cache, lengths: np.ndarray, tables: np.ndarray) -> jax.Array:
+    """Where requests have tokens, to be laid over pages."""
+    used = np.zeros(cache.k.shape[:2], bool)
+    for length, row in zip(lengths, tables, strict=True):
+        at = np.arange(length)
+        used[row[at // cache.model.page_size], at % cache.model.page_size] = True
+    return jnp.asarray(used)[..., None, None]
+
+
+def _decoded(
+    cache: Cache, k: jax.Array, v: jax.Array, lengths: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    q, table = cache.queries(lengths.shape[0]), cache.tables[0]
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    got, _ = decode_triton.paged_decode(q, k, v, table, lengths, **cache.settings)
+    got, _ = decode_triton.paged_decode(q, k, v, table, lengths, **cache.settings, interpret=interpret)
     wanted, _ = decode_reference.paged_decode(wide_q, wide_k, wide_v, table, lengths, **cache.settings)
     return got, wanted
 
 
-def _prefilled(cache: Cache, k: jax.Array, v: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _decoded_int8(cache: Cache, used: jax.Array, lengths: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """From pages of 8 bits, poison in the factors; the reference is given what those stand for."""
+    q, table = cache.queries(lengths.shape[0]), cache.tables[0]
+    (k, k_scale), (v, v_scale) = (write_reference.quantise(x.astype(jnp.float32)) for x in (cache.k, cache.v))
+    wide_k, wide_v = k.astype(jnp.float32) * k_scale[..., None], v.astype(jnp.float32) * v_scale[..., None]
+    k_scale, v_scale = (jnp.where(used[..., 0], x, jnp.nan) for x in (k_scale, v_scale))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    got, _ = decode_triton.paged_decode(q, k, v, table, lengths, **scales, **cache.settings, interpret=interpret)
+    wanted, _ = decode_reference.paged_decode(q.astype(jnp.float32), wide_k, wide_v, table, lengths, **cache.settings)
+    return got, wanted
+
+
+def _prefilled(
+    cache: Cache, k: jax.Array, v: jax.Array, lengths: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """The last 48 tokens of each request, zeros where a chunk has no token."""
-    q, table, start = cache.queries(16, 48), cache.tables[0], jnp.maximum(lengths - 48, 0)
+    q, table, start = cache.queries(lengths.shape[0], 48), cache.tables[0], jnp.maximum(lengths - 48, 0)
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    got, _ = prefill_triton.paged_prefill(q, k, v, table, start, lengths, **cache.settings)
+    got, _ = prefill_triton.paged_prefill(q, k, v, table, start, lengths, **cache.settings, interpret=interpret)
     wanted, _ = prefill_reference.paged_prefill(wide_q, wide_k, wide_v, table, start, lengths, **cache.settings)
     real = (start[:, None] + jnp.arange(48) < lengths[:, None])[..., None, None]
     return jnp.where(real, got, 0), jnp.where(real, wanted, 0)
 
 
-def _poison(pages: jax.Array, lengths: np.ndarray, tables: np.ndarray) -> jax.Array:
-    """Not-a-numbers wherever no request has a token."""
-    page_size = pages.shape[1]
-    used = np.zeros(pages.shape[:2], bool)
-    for length, row in zip(lengths, tables, strict=True):
-        at = np.arange(length)
-        used[row[at // page_size], at % page_size] = True
-    return jnp.where(jnp.asarray(used)[..., None, None], pages, jnp.nan)
+def _shared(cache: Cache, length: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """All rows over the first half of the first one's pages, and lengths of all kinds behind."""
+    rows, page_size = cache.tables.shape[1], cache.model.page_size
+    shared = length // 2 // page_size
+    table = cache.tables[0].at[:, :shared].set(cache.tables[0][0, :shared])
+    tails = np.random.default_rng(5).integers(1, length - shared * page_size, rows)
+    lengths = jnp.asarray(shared * page_size + tails, jnp.int32)
+    groups = group_rows(table, lengths, page_size)
+    q = cache.queries(rows)
+    settings: dict[str, Any] = {"scale": cache.model.dim**-0.5, "soft_cap": cache.model.soft_cap}
+    _use("interpret" if interpret else "auto")
+    got, _ = shared_prefix_decode(q, cache.k, cache.v, table, lengths, groups, **settings)
+    _use("auto")
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, cache.k, cache.v))
+    return got, decode_reference.paged_decode(wide_q, wide_k, wide_v, table, lengths, **settings)[0]
 
 
-def _written(cache: Cache, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _written(cache: Cache, k: jax.Array, v: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Pages after a write, by the kernel and by the reference, unwritten poison taken for zeros."""
-    rng = np.random.default_rng(3)
-    page = jnp.asarray(np.where(rng.random(64) < 0.3, -1, rng.permutation(cache.pages)[:64] + 1), jnp.int32)
-    offset = jnp.asarray(rng.integers(0, cache.model.page_size, 64), jnp.int32)
-    new = jax.random.normal(jax.random.key(4), (2, 64, cache.model.kv_heads, cache.model.dim), k.dtype)
-    got = write_triton.kv_write(new[0], new[1], k, v, page, offset)
+    rng, tokens = np.random.default_rng(3), min(64, cache.pages)
+    page = jnp.asarray(np.where(rng.random(tokens) < 0.3, -1, rng.permutation(cache.pages)[:tokens] + 1), jnp.int32)
+    offset = jnp.asarray(rng.integers(0, cache.model.page_size, tokens), jnp.int32)
+    new = jax.random.normal(jax.random.key(4), (2, tokens, cache.model.kv_heads, cache.model.dim), k.dtype)
+    got = write_triton.kv_write(new[0], new[1], k, v, page, offset, interpret=interpret)
     wanted = write_reference.kv_write(new[0], new[1], k, v, page, offset)
     clean = [jnp.nan_to_num(jnp.stack(pair).astype(jnp.float32)) for pair in (got, wanted)]
     return clean[0], clean[1]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jbatch.config import EngineConfig
 from jbatch.controls import BATCHINGS
@@ -40,21 +41,22 @@ def gate_now(state: EngineState, config: EngineConfig) -> Gate:
     # A batch of more than may enter in one step goes on filling, and so does one some of which wait for its prefixes.
     fills = (batch.entered == config.max_admissions) | jnp.any(waiting & (slots.wait_reason == Wait.PREFIX))
     batch_limit = jnp.where(idle, jnp.where(num_waiting > header.batch_threshold, limit, one), batch.limit)
-    gates = {  # most that may run, whether any may enter, whether the batch keeps its shape
+    ways = {  # most that may run, whether any may enter, whether the batch keeps its shape
         "continuous": (limit, always, never),
         "serial": (one, idle, never),
         "static": (limit, idle | fills, ~idle),
         "dynamic": (limit, (idle & begins) | (~idle & fills), ~idle),
         "threshold": (batch_limit, idle | fills, ~idle),
     }
-    limits, opens, keeps = (jnp.stack(column) for column in zip(*(gates[name] for name in BATCHINGS), strict=True))
-    allowed = limits[header.batching]
+    allowed, opened, keeps = (
+        lax.select_n(header.batching, *column) for column in zip(*(ways[name] for name in BATCHINGS), strict=True)
+    )
     by_target = (allowed == state.controller.running) & (allowed < header.running_limit)
     return Gate(
         limit=jnp.maximum(allowed, running),
         limited_by=jnp.where(by_target, Wait.SLO, Wait.RUNNING_LIMIT).astype(jnp.int32),
-        open=opens[header.batching],
-        rows=jnp.where(keeps[header.batching], batch.size, 0),
+        open=opened,
+        rows=jnp.where(keeps, batch.size, 0),
         batch_limit=batch_limit,
     )
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jbatch.config import EngineConfig
-from jbatch.core.state import Controller, EngineState, Header, Phase
+from jbatch.core.header import Header
+from jbatch.core.state import Controller, EngineState, Phase
 
 RATE_SECONDS = 10.0
 """Time over which rates are averaged."""
@@ -28,7 +29,7 @@ _OUTLIER = 1.5  # times what was expected: no step counts for more than that
 _FADING = 1 / 4096  # of what is known of more rows than run, each step
 
 
-def set_limits(state: EngineState, config: EngineConfig) -> EngineState:
+def set_limits(state: EngineState, config: EngineConfig) -> Controller:
     """Takes in what the header tells of the past, and sets the limits for this step."""
     header = state.header
     controller = _learn_rates(_learn_times(state.controller, header, config.max_chunks), header)
@@ -46,12 +47,11 @@ def set_limits(state: EngineState, config: EngineConfig) -> EngineState:
     spare = _STALL * target - _filled(controller.decode_time)[_notch(jnp.maximum(running, 1))]
     chunks = jnp.where(targeted, spare / jnp.maximum(controller.chunk_time, 1e-3), _NEVER)
     chunks = jnp.where(_first_token_in_danger(state, controller), float(config.max_chunks), chunks)
-    controller = replace(
+    return replace(
         controller,
         running=fitting.astype(jnp.int32),
         chunks=jnp.clip(chunks, 1, config.max_chunks).astype(jnp.int32),
     )
-    return replace(state, controller=controller)
 
 
 def learn_outputs(controller: Controller, generated: jax.Array, done: jax.Array) -> Controller:

@@ -6,8 +6,7 @@ one entry per slot: non-zero cancels its request.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jax import lax
 
 from jbatch.config import EngineConfig
 from jbatch.controls import BATCHINGS, NUM_CLASSES, POLICIES, Controls
+from jbatch.core.header import HEADER_SIZE, pack_header
 from jbatch.core.prefix import prompt_digests
 from jbatch.core.state import (
     MAX_PROGRAMS,
@@ -27,10 +27,8 @@ from jbatch.core.state import (
     NO_TOKEN,
     Accounts,
     EngineState,
-    Header,
     Phase,
     SlotTable,
-    header_shape,
 )
 from jbatch.request import Request
 
@@ -41,8 +39,6 @@ FIELDS = (
 FLOATS = ("temperature", "top_p", "min_p")  # stored as their bit patterns
 _SCALARS = len(FIELDS) + len(FLOATS)
 _TOKENS = _SCALARS + MAX_STOP_TOKENS
-_HEADER = {field.name: header_shape(field.name) for field in fields(Header)}
-_HEADER_SIZE = sum(math.prod(shape) for shape in _HEADER.values())
 
 
 class Measured(NamedTuple):
@@ -95,7 +91,7 @@ def _row_width(config: EngineConfig) -> int:
 
 def inbox_size(config: EngineConfig) -> int:
     """Length of the buffer."""
-    return _HEADER_SIZE + config.max_admissions * _row_width(config) + config.max_slots
+    return HEADER_SIZE + config.max_admissions * _row_width(config) + config.max_slots
 
 
 def _wrapped(milliseconds: int) -> int:
@@ -116,8 +112,8 @@ class InboxBuilder:
         """`now` is in seconds of any clock that goes on steadily."""
         self.buffer = np.zeros(inbox_size(config), np.int32)
         end = len(self.buffer) - config.max_slots
-        self.buffer[:_HEADER_SIZE] = _header(config, controls, now, measured)
-        self._rows = self.buffer[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
+        self.buffer[:HEADER_SIZE] = _header(config, controls, now, measured)
+        self._rows = self.buffer[HEADER_SIZE:end].reshape(config.max_admissions, -1)
         self._rows[:, 0] = NO_SLOT
         self._cancel = self.buffer[end:]
         self._chunk_size = config.chunk_size
@@ -195,8 +191,7 @@ def _header(config: EngineConfig, controls: Controls, now: float, measured: Meas
         "slo_ttft": _by_class(controls.slo_ttft, 1),
         "slo_tpot_us": _by_class(controls.slo_tpot, 1000),
     }
-    in_order = (values[name] for name in _HEADER)
-    return [int(number) for value in in_order for number in (value if isinstance(value, list) else [value])]
+    return pack_header(values)
 
 
 def _by_class(targets: tuple[float, ...], unit: int) -> list[int]:
@@ -205,19 +200,10 @@ def _by_class(targets: tuple[float, ...], unit: int) -> list[int]:
     return [*given, *[given[-1] if given else 0] * (NUM_CLASSES - len(given))]
 
 
-def _read_header(values: jax.Array) -> Header:
-    parts = {}
-    at = 0
-    for name, shape in _HEADER.items():
-        parts[name] = values[at : at + math.prod(shape)].reshape(shape)
-        at += math.prod(shape)
-    return Header(**parts)
-
-
 def admit(state: EngineState, inbox: jax.Array, config: EngineConfig) -> EngineState:
     """Applies an inbox: takes over the header; cancelled slots become free, new requests wait."""
     end = inbox.shape[0] - config.max_slots
-    rows = inbox[_HEADER_SIZE:end].reshape(config.max_admissions, -1)
+    rows = inbox[HEADER_SIZE:end].reshape(config.max_admissions, -1)
     slots = replace(state.slots, phase=jnp.where(inbox[end:] != 0, Phase.FREE, state.slots.phase))
 
     def admit_nth(i: jax.Array, carry: tuple[SlotTable, Accounts]) -> tuple[SlotTable, Accounts]:
@@ -233,7 +219,7 @@ def admit(state: EngineState, inbox: jax.Array, config: EngineConfig) -> EngineS
 
     count = jnp.sum(rows[:, 0] != NO_SLOT, dtype=jnp.int32)
     slots, accounts = lax.fori_loop(0, count, admit_nth, (slots, state.accounts))
-    return replace(state, slots=slots, accounts=accounts, header=_read_header(inbox[:_HEADER_SIZE]))
+    return replace(state, slots=slots, accounts=accounts, header_values=inbox[:HEADER_SIZE])
 
 
 def _read_row(row: jax.Array, config: EngineConfig) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:

@@ -19,13 +19,14 @@ from jax import lax
 from jbatch.config import EngineConfig
 from jbatch.controls import POLICIES, Policy
 from jbatch.core.accounts import OUTPUT_WEIGHT
+from jbatch.core.order import sorted_by
 from jbatch.core.prefix import find
 from jbatch.core.state import NO_PAGE, NO_PROGRAM, EngineState, KVPages, Phase
 
 Rank = tuple[jax.Array, jax.Array]
-"""Level and score [R], int32."""
+"""Level, from -2**29 to 2**29, and score [R], int32."""
 
-_CLASS_BOUND = 2**29
+_BOUND = 2**28
 
 
 def rank(state: EngineState, config: EngineConfig) -> Rank:
@@ -43,7 +44,8 @@ def overdue(state: EngineState) -> jax.Array:
 
 def _period(state: EngineState) -> jax.Array:
     """The period of `aging` in which each request came, counted from the running one."""
-    return (state.slots.submitted - state.header.aging_window) // jnp.maximum(state.header.aging, 1)
+    period = (state.slots.submitted - state.header.aging_window) // jnp.maximum(state.header.aging, 1)
+    return jnp.clip(period, -_BOUND, _BOUND)
 
 
 def _nothing(state: EngineState) -> jax.Array:
@@ -61,7 +63,7 @@ def _priority(state: EngineState, config: EngineConfig) -> Rank:
     So a request of class p is overtaken by one of a class q < p only if that one comes less than p - q periods after
     it.
     """
-    return jnp.clip(state.slots.priority, -_CLASS_BOUND, _CLASS_BOUND) + _period(state), _nothing(state)
+    return jnp.clip(state.slots.priority, -_BOUND, _BOUND) + _period(state), _nothing(state)
 
 
 def _edf(state: EngineState, config: EngineConfig) -> Rank:
@@ -144,15 +146,15 @@ def holding_order(state: EngineState, ranks: Rank) -> jax.Array:
     running = slots.phase == Phase.RUNNING
     standing = jnp.where(running, 0, jnp.where(slots.preemptions > 0, 1, 2))
     within = jnp.where(running, -slots.computed, score)
-    return _sorted(slots.phase == Phase.FREE, level, standing, within, slots.arrival)
+    return sorted_by(_last(slots.phase == Phase.FREE, 3 * level + standing), within, slots.arrival)
 
 
 def row_order(state: EngineState, ranks: Rank, resident: jax.Array) -> jax.Array:
     """Slots [R] in the order in which they get rows: those in `resident` [R] by level and score."""
-    return _sorted(~resident, *ranks, state.slots.arrival)
+    level, score = ranks
+    return sorted_by(_last(~resident, level), score, state.slots.arrival)
 
 
-def _sorted(*keys: jax.Array) -> jax.Array:
-    keys = tuple(key.astype(jnp.int32) for key in keys)
-    index = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
-    return lax.sort((*keys, index), num_keys=len(keys))[-1]
+def _last(these: jax.Array, level: jax.Array) -> jax.Array:
+    """`level` [R] with a higher one than any for `these` [R]: a sort takes longer with every key."""
+    return jnp.where(these, 2**31 - 1, level)

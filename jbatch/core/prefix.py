@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 
 from jbatch.config import EngineConfig
-from jbatch.core.pages import compact
+from jbatch.core.order import compact, owners
 from jbatch.core.state import NO_PAGE, EngineState, PagePool, Phase, PrefixIndex, SlotTable
 
 _WAYS = 4
@@ -117,31 +117,38 @@ def register(state: EngineState, advance: jax.Array, *, most: int, page_size: in
     Called before `computed` moves on. A page whose prefix is cached already is left out: it stays its slot's own.
     """
     slots = state.slots
-    first, end = slots.computed // page_size, (slots.computed + advance) // page_size
-    total = jnp.cumsum(end - first, dtype=jnp.int32)
+    before = slots.computed // page_size
+    count = (slots.computed + advance) // page_size - before
+    slot, nth = owners(count, most)
+    column = before[slot] + nth
+    page, digest = slots.page_table[slot, column], slots.digests[slot, column]
 
-    def enter(i: jax.Array, carry: tuple[PagePool, PrefixIndex]) -> tuple[PagePool, PrefixIndex]:
-        pool, index = carry
-        slot = jnp.searchsorted(total, i, side="right").astype(jnp.int32)
-        column = end[slot] - (total[slot] - i)
-        page, digest = slots.page_table[slot, column], slots.digests[slot, column]
-        new = find(pool, index, digest) == NO_PAGE
-        bucket = _bucket(index, digest)
+    nth_of_all = jnp.arange(most, dtype=jnp.int32)
+    bucket, num_buckets = _bucket(state.index, digest), state.index.buckets.shape[0]
+
+    def enter(carry: tuple[PagePool, PrefixIndex, jax.Array]) -> tuple[PagePool, PrefixIndex, jax.Array]:
+        """The first page left of each bucket, so that the next may be the same or find the way taken."""
+        pool, index, left = carry
+        left &= find(pool, index, digest) == NO_PAGE
+        at = jnp.where(left, bucket, num_buckets)  # past the end: dropped
+        turn = jnp.full(num_buckets, most, jnp.int32).at[at].min(nth_of_all, mode="drop")
+        enters = left & (turn[bucket] == nth_of_all)
         ways = index.buckets[bucket]
-        stale = (ways == NO_PAGE) | (_bucket(index, pool.digest[jnp.maximum(ways, 0)]) != bucket)
-        stale |= pool.digest[jnp.maximum(ways, 0), 0] == 0
-        way = jnp.where(jnp.any(stale), jnp.argmax(stale), page % _WAYS).astype(jnp.int32)
-        at = jnp.where(new, page, pool.digest.shape[0])  # past the end: dropped
+        theirs = pool.digest[jnp.maximum(ways, 0)]
+        stale = (ways == NO_PAGE) | (_bucket(index, theirs) != bucket[:, None]) | (theirs[..., 0] == 0)
+        way = jnp.where(jnp.any(stale, axis=1), jnp.argmax(stale, axis=1), page % _WAYS).astype(jnp.int32)
+        at = jnp.where(enters, page, pool.digest.shape[0])
         pool = replace(
             pool,
             digest=pool.digest.at[at].set(digest, mode="drop"),
             column=pool.column.at[at].set(column, mode="drop"),
             pinned_until=pool.pinned_until.at[at].set(state.header.now, mode="drop"),
         )
-        at = jnp.where(new, bucket, index.buckets.shape[0])
-        return pool, replace(index, buckets=index.buckets.at[at, way].set(page, mode="drop"))
+        buckets = index.buckets.at[jnp.where(enters, bucket, num_buckets), way].set(page, mode="drop")
+        return pool, replace(index, buckets=buckets), left & ~enters
 
-    pool, index = lax.fori_loop(0, jnp.minimum(total[-1], most), enter, (state.pool, state.index))
+    filled = nth_of_all < jnp.sum(count, dtype=jnp.int32)
+    pool, index, _ = lax.while_loop(lambda carry: jnp.any(carry[2]), enter, (state.pool, state.index, filled))
     return replace(state, pool=pool, index=index)
 
 

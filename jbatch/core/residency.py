@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from jbatch.config import EngineConfig
 from jbatch.core.batching import Gate
 from jbatch.core.growth import expected_output, growth
+from jbatch.core.order import first
 from jbatch.core.pages import num_free, num_pinned, pages_for
-from jbatch.core.state import NO_PAGE, EngineState, Phase, Wait
+from jbatch.core.state import EngineState, Phase, Wait
 
 
 @struct.dataclass
@@ -51,13 +51,12 @@ def candidates(
     deferred: jax.Array,
 ) -> Candidates:
     """The slots of `state` in `order` [R], with what the prefix cache has for those that wait."""
-    slots, table = state.slots, state.slots.page_table
-    own = jnp.sum((table != NO_PAGE) & (state.pool.refs[table] == 1), axis=1, dtype=jnp.int32)
+    slots = state.slots
     return Candidates(
         phase=slots.phase[order],
         need=pages_for(slots.length, config.page_size)[order],
         held=pages_for(slots.computed, config.page_size)[order],
-        own=own[order],
+        own=slots.own[order],
         length=slots.length[order],
         left=expected_output(state, config)[order],
         known=known,
@@ -85,29 +84,29 @@ def decide(slots: Candidates, gate: Gate, state: EngineState, config: EngineConf
     busy = slots.phase != Phase.FREE
     before = jnp.cumsum(busy, dtype=jnp.int32) - busy.astype(jnp.int32)
     running, waiting = slots.phase == Phase.RUNNING, (slots.phase == Phase.WAITING) & ~slots.deferred
-    behind = jnp.sum(slots.own) - jnp.cumsum(jnp.where(running, slots.own, 0))
-    grown = jnp.cumsum(jnp.where(running, slots.need - slots.held, 0))
-    held = usable - num_free(state.pool) - behind + grown  # [R], if all up to here stay and none behind
+    kept = usable - num_free(state.pool) - jnp.sum(slots.own)  # if none stays
+    stays = jnp.where(running, slots.own + slots.need - slots.held, 0)  # what each one that runs adds by staying
     newcomers = slots.need - slots.found
 
-    taken = held + jnp.cumsum(jnp.where(slots.phase == Phase.WAITING, newcomers, 0))
+    # [R], if all up to here stay or enter and none behind.
+    taken = kept + jnp.cumsum(jnp.where(slots.phase == Phase.WAITING, newcomers, stays))
     reserve = growth(slots.length, slots.left, busy, config.page_size)
     reserve += num_pinned(state.pool, state.header.now) - slots.pinned
     has_pages = taken + jnp.where(before == 0, 0, reserve) <= usable
     has_turn = before < gate.limit
     # The first that cannot enter bars those behind it, whatever their size: the order is kept.
     enters = waiting & has_pages & has_turn & slots.known & gate.open
-    barred = lax.cummax((waiting & ~enters).astype(jnp.int32)) > 0
-    admitted = waiting & ~barred
+    place = jnp.arange(busy.shape[0], dtype=jnp.int32)
+    admitted = waiting & (place < first(waiting & ~enters))
     # Running slots may use what the barred ones leave.
     holders = running | admitted
-    taken = held + jnp.cumsum(jnp.where(admitted, newcomers, 0))
-    fits_pages = (taken <= usable) | (jnp.cumsum(holders) == 1)
-    fits_limit = jnp.cumsum(holders, dtype=jnp.int32) <= gate.limit
-    resident = holders & (lax.cummin((~holders | (fits_pages & fits_limit)).astype(jnp.int32)) > 0)
+    taken = kept + jnp.cumsum(jnp.where(admitted, newcomers, stays))
+    nth = jnp.cumsum(holders, dtype=jnp.int32)
+    fits_pages, fits_limit = (taken <= usable) | (nth == 1), nth <= gate.limit
+    resident = holders & (place < first(holders & ~(fits_pages & fits_limit)))
     preempted = running & ~resident
     left = usable - jnp.max(jnp.where(resident, taken, 0))
-    short = lax.cummax((fits_limit & ~fits_pages).astype(jnp.int32)) > 0
+    short = place >= first(fits_limit & ~fits_pages)
     wait = _reasons(slots, admitted, resident, gate, has_pages, left)
     wait = jnp.where(preempted, jnp.where(short, Wait.PAGES, Wait.RUNNING_LIMIT), wait).astype(jnp.int32)
     return Residency(resident=resident, admitted=admitted, preempted=preempted, wait=wait)
@@ -119,9 +118,9 @@ def _reasons(
     """Why each slot [R] that waited goes on waiting; `left` is how many pages the residents leave."""
     held_back = (slots.phase == Phase.WAITING) & ~slots.deferred & ~admitted
     crowded = jnp.sum(resident | slots.deferred) >= gate.limit
-    first = held_back & (jnp.cumsum(held_back) == 1)
-    lacks_pages = (slots.need + 1 > left) | (first & ~has_pages)
-    turn_over = lax.cummax((held_back & slots.known).astype(jnp.int32)) > 0
+    place = jnp.arange(held_back.shape[0], dtype=jnp.int32)
+    lacks_pages = (slots.need + 1 > left) | ((place == first(held_back)) & ~has_pages)
+    turn_over = place >= first(held_back & slots.known)
     reason = jnp.where(turn_over, Wait.POLICY, Wait.ADMISSIONS)
     reason = jnp.where(lacks_pages, Wait.PAGES, reason)
     reason = jnp.where(crowded, gate.limited_by, reason)

@@ -17,7 +17,8 @@ from flax import struct
 
 from jbatch.config import Bucket, EngineConfig
 from jbatch.core.batching import Gate, count_batch, gate_now
-from jbatch.core.pages import allocate, compact, pages_for, pinned, release, share
+from jbatch.core.order import ascending, compact, inverse, owners
+from jbatch.core.pages import allocate, pages_for, pinned, release, share
 from jbatch.core.policies import holding_order, overdue, rank, row_order
 from jbatch.core.prefix import Matches, match
 from jbatch.core.residency import Residency, candidates, decide
@@ -26,54 +27,52 @@ from jbatch.core.state import NO_PAGE, NO_SLOT, BatchPlan, EngineState, Phase, W
 
 @struct.dataclass
 class _Rows:
-    """Step 4's result: rows to places in the order of rows, and back."""
+    """Step 4's result. The first four go by rows, with places in the order of rows; the others by that order."""
 
     decode: jax.Array  # [S] int32, place in the order, R for an idle row
     chunk: jax.Array  # [C] int32, place in the order, R for an idle row
     chunk_start: jax.Array  # [C] int32
     chunk_len: jax.Array  # [C] int32
-    advance: jax.Array  # [R] int32
-    last_row: jax.Array  # [R] int32
+    advance: jax.Array  # [R] int32, tokens it computes
+    last_row: jax.Array  # [R] int32, row of the last of them
+    samples: jax.Array  # [R] bool, whether that yields a new one
+    held: jax.Array  # [R] int32, pages
+    wanted: jax.Array  # [R] int32, more pages for what it computes
 
 
 def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[EngineState, BatchPlan]:
     """Plans one step and takes the pages it needs. Never fails: what does not fit waits, with a reason."""
-    ranks = rank(state, config)
+    before, ranks = state, rank(state, config)
     order = holding_order(state, ranks)
+    place = inverse(order)
     matches = match(state, order, config)
     gate = gate_now(state, config)
     who = _residency(state, order, matches, gate, config)
-    before, state = state, count_batch(state, gate, jnp.sum(who.admitted, dtype=jnp.int32))
-    state = _move(state, who, matches, order)
+    state = count_batch(state, gate, jnp.sum(who.admitted, dtype=jnp.int32))
+    state = _move(state, who, matches, place)
 
-    resident = who.resident[_inverse(order)]
-    rows_order = row_order(state, ranks, resident)
-    length = jnp.where(resident, state.slots.length, 0)[rows_order]
-    computed = state.slots.computed[rows_order]
-    rows = _rows(length, computed, state.controller.chunks, config, bucket)
-    held = pages_for(computed, config.page_size)
-    wanted = jnp.where(rows.advance > 0, pages_for(computed + rows.advance, config.page_size) - held, 0)
+    resident = who.resident[place]
+    by_row = row_order(state, ranks, resident)
+    rows = _rows(state, by_row, resident, config, bucket)
     most = bucket.decode + bucket.chunks * (config.chunk_size // config.page_size + 1)
     pool, page_table = allocate(
-        state.pool, state.slots.page_table, rows_order, held, wanted, state.header.now, most=most
+        state.pool, state.slots.page_table, by_row, rows.held, rows.wanted, state.header.now, most=most
     )
-
     first_time = (state.slots.phase == Phase.RUNNING) & (before.slots.phase == Phase.WAITING)
     first_time &= state.slots.preemptions == 0
-    samples = (rows.advance > 0) & (computed + rows.advance == length)
-    place, slot_of = _inverse(rows_order), jnp.append(rows_order, NO_SLOT)
+    row_place, slot_of = inverse(by_row), jnp.append(by_row, NO_SLOT)
     plan = BatchPlan(
         decode_slot=slot_of[rows.decode],
         chunk_slot=slot_of[rows.chunk],
         chunk_start=rows.chunk_start,
         chunk_len=rows.chunk_len,
-        advance=rows.advance[place],
-        sample_row=jnp.where(samples, rows.last_row, -1)[place],
+        advance=rows.advance[row_place],
+        sample_row=jnp.where(rows.samples, rows.last_row, -1)[row_place],
         preempted=jnp.sum(who.preempted, dtype=jnp.int32),
         prefix_queries=jnp.sum(jnp.where(first_time, state.slots.length, 0), dtype=jnp.int32),
         prefix_hits=jnp.sum(jnp.where(first_time, state.slots.cached, 0), dtype=jnp.int32),
         order=order,
-        matched=_by_place(matches.tokens, matches, order)[_inverse(order)],
+        matched=_by_place(matches.tokens, matches, order)[place],
     )
     waits = jnp.where(resident & (plan.advance == 0), Wait.ROWS, state.slots.wait_reason)
     slots = replace(state.slots, page_table=page_table, wait_reason=waits)
@@ -102,14 +101,14 @@ def _by_place(values: jax.Array, matches: Matches, order: jax.Array) -> jax.Arra
     return jnp.zeros(order.shape, values.dtype).at[matches.place].set(values, mode="drop")
 
 
-def _move(state: EngineState, who: Residency, matches: Matches, order: jax.Array) -> EngineState:
+def _move(state: EngineState, who: Residency, matches: Matches, place: jax.Array) -> EngineState:
     """Those who leave give up their pages; those who enter begin with what they found in the cache."""
-    slots, place = state.slots, _inverse(order)
+    slots = state.slots
     resident, admitted, preempted = who.resident[place], who.admitted[place], who.preempted[place]
     pool, page_table = release(state.pool, slots.page_table, (slots.page_table[:, 0] != NO_PAGE) & ~resident)
     entering = who.admitted.at[matches.place].get(mode="fill", fill_value=False)
     pool, page_table = share(pool, page_table, matches.slot, matches.pages, entering)
-    found = jnp.where(admitted, _by_place(matches.tokens, matches, order)[place], 0)
+    found = jnp.where(admitted, _by_place(matches.tokens, matches, place)[place], 0)
     phase = jnp.where(admitted, Phase.RUNNING, jnp.where(preempted, Phase.WAITING, slots.phase))
     slots = replace(
         slots,
@@ -123,42 +122,38 @@ def _move(state: EngineState, who: Residency, matches: Matches, order: jax.Array
     return replace(state, slots=slots, pool=pool)
 
 
-def _inverse(order: jax.Array) -> jax.Array:
-    """Each slot's place in `order` [R]."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
-
-
-def _rows(length: jax.Array, computed: jax.Array, most: jax.Array, config: EngineConfig, bucket: Bucket) -> _Rows:
-    """Deals the bucket's rows, `most` chunk rows at most, in order. A slot that lacks one token takes a decode row."""
-    chunk = config.chunk_size
+def _rows(state: EngineState, order: jax.Array, resident: jax.Array, config: EngineConfig, bucket: Bucket) -> _Rows:
+    """Deals rows in `order` [R] to those in `resident` [R]; a slot that lacks one token takes a decode row."""
+    length = jnp.where(resident, state.slots.length, 0)[order]
+    computed = state.slots.computed[order]
     missing = length - computed
     decodes = missing == 1
     decode_row = jnp.cumsum(decodes, dtype=jnp.int32) - 1
-    decodes &= decode_row < bucket.decode
     decode = compact(decodes, bucket.decode)
+    decodes &= decode_row < bucket.decode
     # Rows in order of length, idle ones first: attention can then leave the short ones behind.
-    by_length = jnp.argsort(jnp.append(length, 0)[decode])
-    decode_row = jnp.argsort(by_length)[jnp.minimum(decode_row, bucket.decode - 1)]
+    by_length = ascending(jnp.append(length, 0)[decode], config.max_model_len)
+    decode_row = inverse(by_length)[jnp.minimum(decode_row, bucket.decode - 1)]
 
+    chunk = config.chunk_size
     chunks = chunks_for(missing, chunk)
-    first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks
-    most = jnp.minimum(bucket.chunks, most)
-    granted = jnp.clip(most - first, 0, chunks)
-    end = first + granted
-    row = jnp.arange(bucket.chunks, dtype=jnp.int32)
-    owner = jnp.searchsorted(end, row, side="right").astype(jnp.int32)
-    owner = jnp.where(row < most, owner, length.shape[0])  # R: idle
-    owner_or_last = jnp.minimum(owner, length.shape[0] - 1)
-    start = computed[owner_or_last] + (row - first[owner_or_last]) * chunk
-    tokens = jnp.minimum(chunk, length[owner_or_last] - start)
-    idle = owner == length.shape[0]
+    before = jnp.cumsum(chunks, dtype=jnp.int32) - chunks
+    granted = jnp.clip(jnp.minimum(bucket.chunks, state.controller.chunks) - before, 0, chunks)
+    owner, nth = owners(granted, bucket.chunks)
+    idle = jnp.arange(bucket.chunks, dtype=jnp.int32) >= jnp.sum(granted, dtype=jnp.int32)
+    start = computed[owner] + nth * chunk
+    advance = jnp.where(decodes, 1, jnp.where(missing > 1, jnp.minimum(granted * chunk, missing), 0))
+    held = pages_for(computed, config.page_size)
     return _Rows(
         decode=decode[by_length],
-        chunk=owner,
+        chunk=jnp.where(idle, length.shape[0], owner),
         chunk_start=jnp.where(idle, 0, start),
-        chunk_len=jnp.where(idle, 0, tokens),
-        advance=jnp.where(decodes, 1, jnp.where(missing > 1, jnp.minimum(granted * chunk, missing), 0)),
-        last_row=jnp.where(decodes, decode_row, bucket.decode + end - 1),
+        chunk_len=jnp.where(idle, 0, jnp.minimum(chunk, length[owner] - start)),
+        advance=advance,
+        last_row=jnp.where(decodes, decode_row, bucket.decode + before + granted - 1),
+        samples=(advance > 0) & (computed + advance == length),
+        held=held,
+        wanted=jnp.where(advance > 0, pages_for(computed + advance, config.page_size) - held, 0),
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jbatch.config import EngineConfig
-from jbatch.controls import NUM_CLASSES
+from jbatch.core.header import HEADER_SIZE, Header, read_header
 
 NO_SLOT = -1
 NO_PAGE = -1
@@ -93,6 +93,7 @@ class SlotTable:
     wait_reason: jax.Array  # [R] int32, a Wait
     tokens: jax.Array  # [R, L] int32
     page_table: jax.Array  # [R, N] int32, NO_PAGE where unused
+    own: jax.Array  # [R] int32, entries of it that no other slot has, as the last step left them
     salt: jax.Array  # [R, 2] uint32, requests of different salts share nothing
     digests: jax.Array  # [R, N, 2] uint32, of each full page of known tokens; 0 where there is none
     preemptions: jax.Array  # [R] int32, times it lost its pages
@@ -155,32 +156,6 @@ class Controller:
 
 
 @struct.dataclass
-class Header:
-    """What every inbox begins with: the controls in force, the time, and how long a step took; all int32.
-
-    Times are in milliseconds where nothing else is said, and wrap around after 49 days: only differences count.
-    """
-
-    policy: jax.Array  # index in POLICIES
-    batching: jax.Array  # index in BATCHINGS
-    running_limit: jax.Array
-    aging: jax.Array
-    batch_size: jax.Array
-    batch_delay: jax.Array
-    batch_threshold: jax.Array
-    max_pinned: jax.Array  # pages
-    now: jax.Array
-    aging_window: jax.Array  # when the running period of `aging` milliseconds began
-    step_us: jax.Array  # microseconds that the step read last took; 0: not known
-    step_decodes: jax.Array  # its decode rows in use
-    step_chunks: jax.Array  # its chunk rows in use
-    queued: jax.Array  # requests that wait on the host
-    arrived: jax.Array  # requests submitted since the last inbox
-    slo_ttft: jax.Array  # [NUM_CLASSES], 0: no target
-    slo_tpot_us: jax.Array  # [NUM_CLASSES] microseconds, 0: no target
-
-
-@struct.dataclass
 class KVPages:
     """Keys and values, one array a layer so that each is updated in place."""
 
@@ -198,8 +173,13 @@ class EngineState:
     accounts: Accounts
     batch: WholeBatch
     controller: Controller
-    header: Header
+    header_values: jax.Array  # [HEADER_SIZE] int32, of the inbox taken in last
     kv: KVPages
+
+    @property
+    def header(self) -> Header:
+        """What the inbox taken in last began with."""
+        return read_header(self.header_values)
 
 
 @struct.dataclass
@@ -239,14 +219,9 @@ def init_state(config: EngineConfig, kv: KVPages) -> EngineState:
         accounts=Accounts(tenant=_ints(MAX_TENANTS), program=_ints(MAX_PROGRAMS)),
         batch=WholeBatch(entered=_ints(), size=_ints(), limit=_ints()),
         controller=_fresh_controller(config),
-        header=Header(**{field.name: _ints(*header_shape(field.name)) for field in fields(Header)}),
+        header_values=_ints(HEADER_SIZE),
         kv=kv,
     )
-
-
-def header_shape(name: str) -> tuple[int, ...]:
-    """Shape of a field of the header."""
-    return (NUM_CLASSES,) if name in ("slo_ttft", "slo_tpot_us") else ()
 
 
 def _ints(*shape: int, fill: int = 0) -> jax.Array:

@@ -17,7 +17,7 @@ from jbatch.core.demand import demand
 from jbatch.core.inbox import admit
 from jbatch.core.model import Batch, Forward, Params
 from jbatch.core.outbox import StepResult, pack_outbox
-from jbatch.core.pages import pin, release
+from jbatch.core.pages import pin, release, unshared
 from jbatch.core.prefix import extend_digests, register
 from jbatch.core.sample import SamplingRows, sample
 from jbatch.core.schedule import schedule
@@ -59,7 +59,8 @@ def begin(
     state: EngineState, inbox: jax.Array, *, config: EngineConfig, bucket: Bucket
 ) -> tuple[EngineState, BatchPlan]:
     """Admission and scheduling: the first half of a step."""
-    return schedule(set_limits(admit(state, inbox, config), config), config, bucket)
+    state = admit(state, inbox, config)
+    return schedule(replace(state, controller=set_limits(state, config)), config, bucket)
 
 
 def commit(
@@ -97,6 +98,7 @@ def commit(
         length=length,
         tokens=tokens,
         page_table=page_table,
+        own=unshared(pool.refs, page_table),
     )
     slots = replace(slots, digests=extend_digests(slots, sampled, config.page_size))
     pool = replace(pool, clock=pool.clock + 1)

@@ -12,7 +12,7 @@ from jbatch.config import UserError
 from jbatch.core.model import Batch, Forward, Params
 from jbatch.core.state import KVPages
 from jbatch.models.layers import Angles, linear, rms_norm, rotary_angles, rotate
-from pallas_kernels.dispatch import mode
+from pallas_kernels.dispatch import VARIABLE, mode
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
@@ -138,12 +138,14 @@ class Llama(nnx.Module):
 def make_forward(config: LlamaConfig) -> Forward:
     """The model as a pure function of its parameters, a nested dict shaped like `Llama`'s own state.
 
-    Raises `UserError` where the environment asks for kernels of an unknown kind.
+    Raises `UserError` where the environment asks for kernels of an unknown kind, or that the device does not run.
     """
     try:
-        mode()
+        chosen = mode()
     except ValueError as error:
         raise UserError(str(error)) from None
+    if chosen == "pallas" and jax.default_backend() != "gpu":
+        raise UserError(f"{VARIABLE} is 'pallas', which needs an NVIDIA GPU: here it must be auto, xla or interpret")
     graph = nnx.split(nnx.eval_shape(lambda: Llama(config)))[0]
 
     def forward(params: Params, kv: KVPages, batch: Batch) -> tuple[jax.Array, KVPages]:

@@ -25,6 +25,7 @@ def check_state(host: Host) -> None:
     assert RESERVED_PAGE not in named
     counts[RESERVED_PAGE] += 1
     np.testing.assert_array_equal(refs, counts)
+    assert slots.own.tolist() == [sum(counts[page] == 1 for page in pages_of(row)) for row in slots.page_table]
     assert np.count_nonzero(refs == 0) + len(set(named)) + 1 == config.num_pages
     assert np.count_nonzero(slots.phase == Phase.RUNNING) <= config.max_running
     for slot in range(config.max_slots):

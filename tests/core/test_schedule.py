@@ -113,6 +113,7 @@ def device_state(slots: list[Slot], held: list[int], world: World, seed: int) ->
     names = ("phase", "priority", "arrival", "length", "computed", "limit", "tenant", "program")
     slots_now = empty.slots.replace(
         page_table=table,
+        own=np.array(held, np.int32),
         submitted=column("submitted", 1000),
         deadline=column("due", 1000),
         preemptions=column("preempted"),

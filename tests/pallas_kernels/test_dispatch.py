@@ -91,6 +91,12 @@ def test_a_bad_mode_is_one_line(set_mode: object) -> None:
         make_forward(TINY)
 
 
+def test_kernels_that_the_device_does_not_run_are_one_line(set_mode: object) -> None:
+    set_mode("pallas")
+    with pytest.raises(UserError, match="JBATCH_KERNELS is 'pallas', which needs an NVIDIA GPU: here"):
+        make_forward(TINY)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "fits"),
     [
