@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,9 @@ BLOCK_TOKENS = 64
 
 FEWEST_ROWS = 4
 """Rows that are not halved any further."""
+
+MOST_ROWS = 32
+"""Rows attended to side by side: their blocks of keys and values are to stay in a processor's cache."""
 
 LOG2_E = math.log2(math.e)
 MASKED = -1e30
@@ -63,23 +67,37 @@ def normalise(carry: Carry) -> tuple[jax.Array, jax.Array]:
     return out / safe[..., None], jnp.where(norm > 0, (top + jnp.log(safe)) * LOG2_E, -jnp.inf)
 
 
-def over_blocks(num_blocks: jax.Array, attend_block: Callable[[int, jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `attend_block(begin, i, carry)`, block `i` of the rows from `begin` on, over each row's `num_blocks` [rows].
+def over_blocks(num_blocks: jax.Array, attend_block: Callable[[slice, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `attend_block(rows, i, carry)`, block `i` of these rows, over each row's `num_blocks` [rows].
 
-    Once the first half of the rows has seen all its blocks, the loop goes on with the second half only, then with that
-    one's second half, and so on: with rows in order of length few of them wait for the longest.
+    Goes through MOST_ROWS at a time. Once the first half of those has seen all its blocks, the loop goes on with the
+    second half only, then with that one's second half, and so on: with rows in order of length few of them wait for the
+    longest.
     """
     rows = num_blocks.shape[0]
-    begin, done = 0, jnp.int32(0)
-    finished = []
-    while begin < rows:
-        left = rows - begin
-        end = begin + left // 2 if left >= 2 * FEWEST_ROWS else rows
-        until = jnp.maximum(done, jnp.max(num_blocks[begin:end]))
-        carry = lax.fori_loop(done, until, partial(attend_block, begin), carry)
-        finished.append(tuple(x[: end - begin] for x in carry))
-        top, norm, out = (x[end - begin :] for x in carry)
-        carry = (top, norm, out)
-        begin, done = end, until
-    top, norm, out = (jnp.concatenate(parts) for parts in zip(*finished, strict=True))
+    parts = [
+        _over_blocks(num_blocks, attend_block, slice(begin, min(begin + MOST_ROWS, rows)), carry)
+        for begin in range(0, rows, MOST_ROWS)
+    ]
+    top, norm, out = (jnp.concatenate(columns) for columns in zip(*itertools.chain(*parts), strict=True))
     return top, norm, out
+
+
+def _over_blocks(
+    num_blocks: jax.Array, attend_block: Callable[[slice, jax.Array, Carry], Carry], rows: slice, carry: Carry
+) -> list[Carry]:
+    """The same for some `rows` at once; their carries part by part."""
+    begin, done = rows.start, jnp.int32(0)
+    top, norm, out = (x[rows] for x in carry)
+    finished = []
+    while begin < rows.stop:
+        left = rows.stop - begin
+        end = begin + left // 2 if left >= 2 * FEWEST_ROWS else rows.stop
+        until = jnp.maximum(done, jnp.max(num_blocks[begin:end]))
+        attend = partial(attend_block, slice(begin, rows.stop))
+        top, norm, out = lax.fori_loop(done, until, attend, (top, norm, out))
+        half = end - begin
+        finished.append((top[:half], norm[:half], out[:half]))
+        top, norm, out = top[half:], norm[half:], out[half:]
+        begin, done = end, until
+    return finished

@@ -63,15 +63,15 @@ def paged_decode(
     if window is not None:
         first = jnp.maximum(lengths - window, 0 if first is None else first)
 
-    def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
-        """Block `i` of the rows from `begin` on."""
+    def attend_block(some: slice, i: jax.Array, carry: Carry) -> Carry:
+        """Block `i` of some rows."""
         top, norm, out = carry
-        ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
+        ids = lax.dynamic_slice_in_dim(table[some], i * pages, pages, axis=1)
         at = i * block + jnp.arange(block, dtype=jnp.int32)
-        seen = at < lengths[begin:, None]
+        seen = at < lengths[some, None]
         if first is not None:
-            seen &= at >= first[begin:, None]
-        scores = jnp.einsum("shd,sbd->shb", joined[begin:], gather_block(k_pages, ids, k_scale))
+            seen &= at >= first[some, None]
+        scores = jnp.einsum("shd,sbd->shb", joined[some], gather_block(k_pages, ids, k_scale))
         scores = jnp.where(seen[:, None], cap(scores, soft_cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)

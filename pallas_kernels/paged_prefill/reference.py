@@ -55,23 +55,23 @@ def paged_prefill(
     def gather(pool: jax.Array, ids: jax.Array, scales: jax.Array | None) -> jax.Array:  # -> [rows, K, block, D]
         return gather_block(pool, ids, scales).reshape(-1, block, kv_heads, dim).swapaxes(1, 2)
 
-    def attend_block(begin: int, i: jax.Array, carry: Carry) -> Carry:
-        """Block `i` of the rows from `begin` on."""
+    def attend_block(some: slice, i: jax.Array, carry: Carry) -> Carry:
+        """Block `i` of some rows."""
         top, norm, out = carry
-        ids = lax.dynamic_slice_in_dim(table[begin:], i * pages, pages, axis=1)
+        ids = lax.dynamic_slice_in_dim(table[some], i * pages, pages, axis=1)
         at = i * block + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.einsum("ckmd,ckbd->ckmb", q[begin:], gather(k_pages, ids, k_scale))
-        seen = at <= last[begin:]
+        scores = jnp.einsum("ckmd,ckbd->ckmb", q[some], gather(k_pages, ids, k_scale))
+        seen = at <= last[some]
         if first is not None:
-            seen &= at >= first[begin:]
+            seen &= at >= first[some]
         scores = jnp.where(seen, cap(scores, soft_cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         # A page nobody wrote may hold anything, not-a-number included, and 0 * NaN is NaN.
-        readable = at < lengths[begin:, None]
+        readable = at < lengths[some, None]
         if first is not None:
-            readable &= at >= first[begin:, 0, 0]  # the first query sees furthest back
+            readable &= at >= first[some, 0, 0]  # the first query sees furthest back
         values = jnp.where(readable[:, None, :, None], gather(v_pages, ids, v_scale), 0.0)
         mixed = jnp.einsum("ckmb,ckbd->ckmd", weights, values)
         return new_top, norm * shrink + weights.sum(-1), out * shrink[..., None] + mixed

@@ -65,9 +65,9 @@ def test_a_later_token_of_the_request_is_not_seen() -> None:
     np.testing.assert_allclose(prefill(problem), problem.expected(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 48])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 48, 70])
 def test_any_number_of_rows(rows: int) -> None:
-    """From 32 rows on they go in groups."""
+    """More than 32 go in groups."""
     lengths = np.random.default_rng(rows).integers(0, 150, rows).tolist()
     problem = decode_problem(lengths, page_size=8, width=19)
     np.testing.assert_allclose(decode(problem), problem.expected(), atol=1e-5, rtol=1e-5)
