@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -183,12 +184,14 @@ def _shared(cache: Cache, length: int, interpret: bool) -> tuple[jax.Array, jax.
     tails = np.random.default_rng(5).integers(1, length - shared * page_size, rows)
     lengths = jnp.asarray(shared * page_size + tails, jnp.int32)
     groups = group_rows(table, lengths, page_size)
-    q = cache.queries(rows)
+    if not bool(jnp.any(groups.place >= 0)):
+        raise ValueError(f"{rows} rows of {length} tokens share too little to be grouped")
+    used = _used(cache, np.asarray(lengths), np.asarray(table))
+    q, k, v = cache.queries(rows), *(jnp.where(used, pages, jnp.nan) for pages in (cache.k, cache.v))
     settings: dict[str, Any] = {"scale": cache.model.dim**-0.5, "soft_cap": cache.model.soft_cap}
-    _use("interpret" if interpret else "auto")
-    got, _ = shared_prefix_decode(q, cache.k, cache.v, table, lengths, groups, **settings)
-    _use("auto")
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, cache.k, cache.v))
+    with _using("interpret" if interpret else "auto"):
+        got, _ = shared_prefix_decode(q, k, v, table, lengths, groups, **settings)
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
     return got, decode_reference.paged_decode(wide_q, wide_k, wide_v, table, lengths, **settings)[0]
 
 
@@ -275,13 +278,20 @@ def steps() -> list[Row]:
     rows = []
     modes: tuple[dispatch.Mode, ...] = ("auto", "xla")
     for mode, running, context in itertools.product(modes, (16, 64), (1024, 4096)):
-        _use(mode)
-        took = step_seconds(LLAMA3_8B, running, context)
+        with _using(mode):
+            took = step_seconds(LLAMA3_8B, running, context)
         rows.append({"kernels": mode, "rows": running, "context": context, "step ms": took * 1e3})
-    _use("auto")
     return rows
 
 
-def _use(mode: dispatch.Mode) -> None:
+@contextmanager
+def _using(mode: dispatch.Mode) -> Iterator[None]:
+    """Kernels of this mode, whatever the environment says."""
+    before = os.environ.get(dispatch.VARIABLE, "")
     os.environ[dispatch.VARIABLE] = mode
     dispatch.mode.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ[dispatch.VARIABLE] = before
+        dispatch.mode.cache_clear()

@@ -92,7 +92,7 @@ class Request:
     Attributes:
       prompt: token ids, at least one.
       sampling: how to draw tokens.
-      priority: lower runs first, as in vLLM.
+      priority: lower runs first, as in vLLM; those beyond 2**28 either way count alike.
       cache_salt: only requests of equal salts share cached prefixes, so none can find out what others have sent.
       tenant: on whose account it runs. Tenants share nothing, and the policy "fair" serves them equally.
       program: the agent program it is a step of, if any; the policy "program" goes by what a whole program has got.

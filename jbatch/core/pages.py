@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jbatch.core.order import compact, first, owners
-from jbatch.core.state import NO_PAGE, NO_SLOT, PagePool
+from jbatch.core.state import NO_PAGE, PagePool
 
 _AGE_BITS, _COLUMN_BITS = 17, 12
 _DIGIT_BITS = 10
@@ -145,19 +145,11 @@ def allocate(
       slot, held, wanted: [M] int32; slots are distinct.
       most: static bound of the pages wanted in all. The caller sees to it that as many as are wanted are free.
     """
-    taken, page, row, column = _choose(pool, slot, held, wanted, now, most=most)
-    row = jnp.where(row == NO_SLOT, page_table.shape[0], row)  # past the end: dropped
-    page_table = page_table.at[row, column].set(page, mode="drop", unique_indices=True)
-    digest = jnp.where(taken[:, None], jnp.uint32(0), pool.digest)
-    return replace(pool, refs=pool.refs + taken.astype(jnp.int32), digest=digest), page_table
-
-
-def _choose(
-    pool: PagePool, slot: jax.Array, held: jax.Array, wanted: jax.Array, now: jax.Array, most: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Which pages [P] are taken; and their ids, rows of the table and columns [most], NO_SLOT for no row."""
     total = jnp.sum(wanted, dtype=jnp.int32)
     taken = _least(worth(pool, now), pool.refs == 0, total)
-    owner, nth = owners(wanted, most)
+    owner, nth = owners(wanted, most)  # whose page each one is, and which of those
     used = jnp.arange(most, dtype=jnp.int32) < total
-    return taken, compact(taken, most), jnp.where(used, slot[owner], NO_SLOT), held[owner] + nth
+    row = jnp.where(used, slot[owner], page_table.shape[0])  # past the end: dropped
+    page_table = page_table.at[row, held[owner] + nth].set(compact(taken, most), mode="drop", unique_indices=True)
+    digest = jnp.where(taken[:, None], jnp.uint32(0), pool.digest)
+    return replace(pool, refs=pool.refs + taken.astype(jnp.int32), digest=digest), page_table

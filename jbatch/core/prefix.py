@@ -127,7 +127,7 @@ def register(state: EngineState, advance: jax.Array, *, most: int, page_size: in
     bucket, num_buckets = _bucket(state.index, digest), state.index.buckets.shape[0]
 
     def enter(carry: tuple[PagePool, PrefixIndex, jax.Array]) -> tuple[PagePool, PrefixIndex, jax.Array]:
-        """The first page left of each bucket, so that the next may be the same or find the way taken."""
+        """One page a bucket, if none is found as the round begins: the next one may be the same, or need its place."""
         pool, index, left = carry
         left &= find(pool, index, digest) == NO_PAGE
         at = jnp.where(left, bucket, num_buckets)  # past the end: dropped

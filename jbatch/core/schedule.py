@@ -42,7 +42,8 @@ class _Rows:
 
 def schedule(state: EngineState, config: EngineConfig, bucket: Bucket) -> tuple[EngineState, BatchPlan]:
     """Plans one step and takes the pages it needs. Never fails: what does not fit waits, with a reason."""
-    before, ranks = state, rank(state, config)
+    before = state
+    ranks = rank(state, config)
     order = holding_order(state, ranks)
     place = inverse(order)
     matches = match(state, order, config)
@@ -96,9 +97,9 @@ def _residency(state: EngineState, order: jax.Array, matches: Matches, gate: Gat
     return replace(who, wait=jnp.where(late, Wait.DEADLINE, who.wait))
 
 
-def _by_place(values: jax.Array, matches: Matches, order: jax.Array) -> jax.Array:
-    """Values [M] of the slots that were looked up, spread over the order [R]; 0 elsewhere."""
-    return jnp.zeros(order.shape, values.dtype).at[matches.place].set(values, mode="drop")
+def _by_place(values: jax.Array, matches: Matches, like: jax.Array) -> jax.Array:
+    """Values [M] of the slots that were looked up, spread over the order; 0 elsewhere. As many as `like` [R]."""
+    return jnp.zeros(like.shape, values.dtype).at[matches.place].set(values, mode="drop")
 
 
 def _move(state: EngineState, who: Residency, matches: Matches, place: jax.Array) -> EngineState:

@@ -93,7 +93,7 @@ class SlotTable:
     wait_reason: jax.Array  # [R] int32, a Wait
     tokens: jax.Array  # [R, L] int32
     page_table: jax.Array  # [R, N] int32, NO_PAGE where unused
-    own: jax.Array  # [R] int32, entries of it that no other slot has, as the last step left them
+    own: jax.Array  # [R] int32, pages in `page_table` that no other slot has, as the last step left them
     salt: jax.Array  # [R, 2] uint32, requests of different salts share nothing
     digests: jax.Array  # [R, N, 2] uint32, of each full page of known tokens; 0 where there is none
     preemptions: jax.Array  # [R] int32, times it lost its pages
@@ -173,7 +173,7 @@ class EngineState:
     accounts: Accounts
     batch: WholeBatch
     controller: Controller
-    header_values: jax.Array  # [HEADER_SIZE] int32, of the inbox taken in last
+    header_values: jax.Array  # [HEADER_SIZE] int32, of the inbox taken in last; one buffer, since each takes time
     kv: KVPages
 
     @property
