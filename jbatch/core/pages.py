@@ -96,7 +96,7 @@ def pin(pool: PagePool, page_table: jax.Array, wish: jax.Array, now: jax.Array, 
     return lax.while_loop(lambda carry: jnp.any(carry[1] > 0), pin_row, (pool, wish))[0]
 
 
-def worth(pool: PagePool, now: jax.Array) -> jax.Array:
+def _worth(pool: PagePool, now: jax.Array) -> jax.Array:
     """What the content of each page [P] is worth, below 2**30; nothing where it cannot be shared.
 
     Most worth are pinned pages, then those used last, and of those used last in the same step the ones nearest to the
@@ -146,7 +146,7 @@ def allocate(
       most: static bound of the pages wanted in all. The caller sees to it that as many as are wanted are free.
     """
     total = jnp.sum(wanted, dtype=jnp.int32)
-    taken = _least(worth(pool, now), pool.refs == 0, total)
+    taken = _least(_worth(pool, now), pool.refs == 0, total)
     owner, nth = owners(wanted, most)  # whose page each one is, and which of those
     used = jnp.arange(most, dtype=jnp.int32) < total
     row = jnp.where(used, slot[owner], page_table.shape[0])  # past the end: dropped
